@@ -31,7 +31,7 @@ class AsyncSampler(Sampler):
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path, max_rows=ROWS)
         self.ended: SimpleQueue[list[Generation]] = SimpleQueue()
-        self.engine = Engine(self.decoder, deliver=lambda _, ended: self.ended.put(ended))
+        self.engine = Engine(decoder=self.decoder, deliver=lambda _, ended: self.ended.put(ended))
         self.engine.version = "0"
         self.engine.start()
         self.delivered: set[Generation] = set()

@@ -69,7 +69,9 @@ class Sampler:
         sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
         prompt = self.tokenizer.encode(question(digits))
         stops = frozenset([self.tokenizer.eos_token_id])
-        return Generation(digits, prompt, sampling, MAX_NEW_TOKENS, stops)
+        return Generation(
+            rid=digits, prompt=prompt, sampling=sampling, limit=MAX_NEW_TOKENS, stops=stops
+        )
 
     def sample(self, tasks: list[str]) -> list[Sample]:
         """Answer each task: one forward pass over the prompts, then one pass per further token."""
@@ -88,7 +90,12 @@ class Sampler:
     def score(self, request: Generation) -> Sample:
         """Compare an answer with the right one; return the reward and the exact sampled tokens."""
         versions = [int(v) for v, start, end in request.spans for _ in range(start, end)]
-        response = LLMResponse(request.output, request.logprobs, versions, "stop", 0)
+        response = LLMResponse(
+            output_ids=request.output,
+            logprobs=request.logprobs,
+            versions=versions,
+            stop_reason="stop",
+        )
         record = Record()
         record.add(record.begin(request.prompt, SamplingConfig()), response)
         text = self.tokenizer.decode(request.output, skip_special_tokens=True)
@@ -112,7 +119,7 @@ def make_engine(model_path: str) -> FSDPEngine:
     """Return the model to train, with its optimizer, on the only rank of a process group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     optimizer = OptimizerConfig(schedule="linear")
-    training = Training(optimizer, lr=4e-4, total_updates=STEPS * UPDATES)
+    training = Training(optimizer=optimizer, lr=4e-4, total_updates=STEPS * UPDATES)
     return FSDPEngine(FSDPConfig(), model_path=model_path, seed=SEED, training=training)
 
 
@@ -130,7 +137,10 @@ def make_rows(samples: list[Sample]) -> list[Sequence]:
             "behav_logprobs": np.frombuffer(segment.logprobs, np.float32),
         }
         mask_T = np.frombuffer(segment.loss_mask, np.bool_)
-        rows.append(Sequence(tokens_T, mask_T, segment.temperature, fields))
+        row = Sequence(
+            tokens=tokens_T, loss_mask=mask_T, temperature=segment.temperature, fields=fields
+        )
+        rows.append(row)
     return rows
 
 

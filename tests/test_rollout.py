@@ -73,7 +73,17 @@ async def roll_out(
     client = clients.get(own.client.type)(config, own.client)
     collector = Collector(config, client, load_tokenizer(config.model.path))
     jobs = [
-        (Lease(f"l{index}", f"g{index}", "train", task, [*range(SAMPLES)], 0), member)
+        (
+            Lease(
+                lease_id=f"l{index}",
+                group_id=f"g{index}",
+                split="train",
+                task=task,
+                members=[*range(SAMPLES)],
+                version=0,
+            ),
+            member,
+        )
         for index, task in enumerate(tasks)
         for member in range(SAMPLES)
     ]

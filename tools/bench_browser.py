@@ -69,7 +69,15 @@ async def bench(contexts: int) -> dict[str, float]:
     resets, rates, costs = list[float](), list[float](), list[float]()
     try:
         rows = islice(BrowserEnv.rows(config, split="train", seed=1), EPISODES)
-        tasks = [Task(row["prompt"], row["prompt"], None, row["extra_info"]) for row in rows]
+        tasks = [
+            Task(
+                task_id=row["prompt"],
+                prompt=row["prompt"],
+                ground_truth=None,
+                extra_info=row["extra_info"],
+            )
+            for row in rows
+        ]
         empty = memory_mb()
         for _ in range(REPEATS + 1):  # the first round creates the contexts and fills the caches
             begin, used = time.perf_counter(), cpu_s()

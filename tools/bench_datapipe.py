@@ -54,7 +54,9 @@ OPEN = 1000
 GROUP, BATCH = 8, 64
 """Trajectories per group, and groups per batch, in the large ledger."""
 Process = subprocess.Popen[bytes]
-TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
+TASKS = [
+    Task(task_id=f"train-{i}", prompt="x", ground_truth=None, extra_info={}) for i in range(1000)
+]
 SERVE = """
 import asyncio, gc, pickle, sys
 from pathlib import Path
@@ -63,11 +65,13 @@ from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.health import vitals
 from arealite.system.names.registry import NameRegistry
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
-tasks = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
+tasks = [
+    Task(task_id=f"train-{i}", prompt="x", ground_truth=None, extra_info={}) for i in range(1000)
+]
 names = NameRegistry.of(config)
 async def main():
     vitals.watch(asyncio.get_running_loop())
-    await Datapipe(config, train=tasks, eval=[], registry=names).run()
+    await Datapipe(config=config, train=tasks, eval=[], registry=names).run()
 gc.freeze()
 asyncio.run(main())
 """
@@ -90,15 +94,29 @@ def make_header(
 ) -> TrajectoryHeader:
     """Return a trajectory, by default of 1,000 tokens."""
     return TrajectoryHeader(
-        f"{group_id}/{member}/agent", group_id, member, "agent", task_id, 1.0, {}, [tokens],
-        tokens - 100, 0, 0, 1, False, 0, 1.0, {"generation": 1.0},
-    )  # fmt: skip
+        trajectory_id=f"{group_id}/{member}/agent",
+        group_id=group_id,
+        member=member,
+        seat="agent",
+        task_id=task_id,
+        reward=1.0,
+        reward_parts={},
+        segment_lengths=[tokens],
+        trained_tokens=tokens - 100,
+        oldest_version=0,
+        newest_version=0,
+        turns=1,
+        truncated=False,
+        interruptions=0,
+        seconds=1.0,
+        waits={"generation": 1.0},
+    )
 
 
 async def collect(names: NameRegistry, count: int, size: int) -> float:
     """Return results of leases at once; return the seconds until all are acknowledged."""
     find = partial(names.address, "datapipe")
-    link = WorkerLink(find, worker_id="bench", capacity=512, secret=names.secret)
+    link = WorkerLink(resolve=find, worker_id="bench", capacity=512, secret=names.secret)
     payload = make_payload(make_header("g0", 0, tokens=size // 17))
     total, done = payload_sum(payload), 0
     async with asyncio.TaskGroup() as group:
@@ -110,7 +128,13 @@ async def collect(names: NameRegistry, count: int, size: int) -> float:
             for member in lease.members:
                 header = make_header(lease.group_id, member, lease.task.task_id, size // 17)
                 header = structs.replace(header, payload_sum=total)
-                episode = Episode(lease.lease_id, lease.group_id, member, [header], None)
+                episode = Episode(
+                    lease_id=lease.lease_id,
+                    group_id=lease.group_id,
+                    member=member,
+                    headers=[header],
+                    failure=None,
+                )
                 link.submit(episode, [payload])
                 done += 1
         while link.unacknowledged:  # noqa: ASYNC110  (a clock, not a wait)
@@ -152,11 +176,11 @@ def through_datapipe(
             link = connect_trainer(names)
             link.start(0)
             ready = time.perf_counter() - begin
-            link.report(Published(0))
+            link.report(Published(version=0))
             before = cpu_seconds(process)
             seconds = asyncio.run(collect(names, count, size))
             used = cpu_seconds(process) - before
-            link.report(Finish("bench over"))
+            link.report(Finish(reason="bench over"))
             link.close()
             process.wait(20)
         return count / seconds, ready, used / count
@@ -165,7 +189,7 @@ def through_datapipe(
 def connect_trainer(names: NameRegistry) -> TrainerLink:
     """Return the link of a trainer of one rank."""
     find = partial(names.address, "datapipe")
-    return TrainerLink(find, rank=0, world_size=1, secret=names.secret)
+    return TrainerLink(resolve=find, rank=0, world_size=1, secret=names.secret)
 
 
 def cpu_seconds(process: Process) -> float:
@@ -188,7 +212,14 @@ def lease_one(seq: int) -> Group:
         row=seq % 1000,
     )
     version, members = seq // GROUP // BATCH, list(range(GROUP))
-    lease = Lease(f"{group.group_id}.1.1", group.group_id, "train", group.task, members, version)
+    lease = Lease(
+        lease_id=f"{group.group_id}.1.1",
+        group_id=group.group_id,
+        split="train",
+        task=group.task,
+        members=members,
+        version=version,
+    )
     group.state, group.leases = "leased", {lease.lease_id: lease}
     group.owners = {lease.lease_id: "w"}
     return group
@@ -218,7 +249,7 @@ def fill(path: Path, count: int) -> dict[str, float]:
                 ledger.put_group(each)
             said = [f"{g.group_id}/{member}/agent" for g in groups for member in range(GROUP)]
             groups.clear()
-            ledger.train(StepReport(step, said, {"reward/mean": 0.5}))
+            ledger.train(StepReport(step=step, trained=said, metrics={"reward/mean": 0.5}))
         if step and place == BATCH - 1 and step % 20 == 0:
             ledger.checkpoint(min(step, steps), f"/checkpoints/{step}")
         began = time.perf_counter()

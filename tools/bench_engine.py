@@ -55,7 +55,14 @@ def make_rows(count: int = 512) -> list[Sequence]:
             for name in ("behav_logprobs", "prox_logprobs", "advantages")
         }
         fields["loss_weight"] = np.full(length, 1 / (count * 4), np.float32)
-        rows.append(Sequence(rng.integers(3, 60, length).astype(np.int32), mask, 1.0, fields))
+        rows.append(
+            Sequence(
+                tokens=rng.integers(3, 60, length).astype(np.int32),
+                loss_mask=mask,
+                temperature=1.0,
+                fields=fields,
+            )
+        )
     return rows
 
 
@@ -65,7 +72,7 @@ def engine_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
         FSDPConfig(),
         model_path=str(path),
         seed=0,
-        training=Training(OptimizerConfig(), 1e-4, 100),
+        training=Training(optimizer=OptimizerConfig(), lr=1e-4, total_updates=100),
     )
 
     def step() -> None:
@@ -98,7 +105,9 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
             for part in batches(half):
                 batch = collate(part, device, "packed")
                 outputs = model(batch)
-                LOSS(LossInput(outputs, batch.rows_N, batch.fields))[0].backward()
+                LOSS(LossInput(outputs=outputs, rows_N=batch.rows_N, fields=batch.fields))[
+                    0
+                ].backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adamw.step()
             adamw.zero_grad()

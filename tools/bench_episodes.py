@@ -71,7 +71,9 @@ class InstantClient(LLMClient):
         free = [token for token in request.input_ids[-BOARD:] if token in DIGITS]
         ids = [self.choice(free), EOS] if free else [10, 11, 12, 13, EOS]
         count = len(ids)
-        return LLMResponse(ids, [-0.5] * count, [1] * count, "stop")
+        return LLMResponse(
+            output_ids=ids, logprobs=[-0.5] * count, versions=[1] * count, stop_reason="stop"
+        )
 
 
 def collector(name: str) -> Collector:
@@ -94,7 +96,14 @@ async def play(
         nonlocal done
         for number in numbers:
             group, member = divmod(number, GROUP)
-            lease = Lease(f"l{group}", f"g{group}", "train", task(group), [member], 0)
+            lease = Lease(
+                lease_id=f"l{group}",
+                group_id=f"g{group}",
+                split="train",
+                task=task(group),
+                members=[member],
+                version=0,
+            )
             episode, payloads = await made.run(lease, member)
             assert episode.failure is None, episode.failure
             assert payloads
@@ -115,12 +124,17 @@ async def play(
 
 def question(group: int) -> Task:
     """Return a task that no other group has."""
-    return Task(f"train-{group}", f"What is {group} + 1? Think it over.", None, {})
+    return Task(
+        task_id=f"train-{group}",
+        prompt=f"What is {group} + 1? Think it over.",
+        ground_truth=None,
+        extra_info={},
+    )
 
 
 def game(group: int) -> Task:
     """Return a task of a game."""
-    return Task(f"train-{group}", "tic-tac-toe", None, {})
+    return Task(task_id=f"train-{group}", prompt="tic-tac-toe", ground_truth=None, extra_info={})
 
 
 async def bench(options: argparse.Namespace) -> dict[str, float]:

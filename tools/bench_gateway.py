@@ -92,9 +92,17 @@ class Bench:
     def open(self, client: LLMClient, tokenizer: Any, sampling: SamplingConfig) -> Session:
         """Return the session of a new episode."""
         self._opened += 1
-        seat = Seat("agent", f"g{self._opened}", f"e{self._opened}", 0, sampling)
+        seat = Seat(
+            name="agent",
+            group_id=f"g{self._opened}",
+            episode_id=f"e{self._opened}",
+            min_version=0,
+            sampling=sampling,
+        )
         agent = ForeignAgent(None, client=client, tokenizer=tokenizer, seat=seat)
-        return self.gateway.open(Task("train-0", "hi", None, {}), {"agent": agent})
+        return self.gateway.open(
+            Task(task_id="train-0", prompt="hi", ground_truth=None, extra_info={}), {"agent": agent}
+        )
 
     async def run(self, job: Job) -> Result:
         """Let the clients work; return their figures."""
@@ -241,7 +249,13 @@ async def native(
         factory = AgentFactory(ExperimentConfig(), client=client, tokenizer=tokenizer)
 
         async def episode(number: int) -> int:
-            seat = Seat("agent", f"n{number}", f"n{number}", 0, sampling)
+            seat = Seat(
+                name="agent",
+                group_id=f"n{number}",
+                episode_id=f"n{number}",
+                min_version=0,
+                sampling=sampling,
+            )
             agent = factory.make_agent(AgentConfig(type="chat"), seat)
             for turn in range(NATIVE_TURNS):
                 await agent.act(f"{number} {turn} what is next? " * 2)

@@ -36,7 +36,9 @@ from tools import figures
 
 GROUP, BATCH, EVERY = 8, 64, 20
 """Trajectories per group, groups per batch, steps between checkpoints."""
-TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
+TASKS = [
+    Task(task_id=f"train-{i}", prompt="x", ground_truth=None, extra_info={}) for i in range(1000)
+]
 
 
 def segments(tokens: int, version: int) -> tuple[list[Segment], bytes]:
@@ -64,9 +66,23 @@ def header(group: Group, member: int, tokens: int, version: int) -> TrajectoryHe
     name = f"{group.group_id}/{member}/agent"
     sampled = tokens - tokens // 2
     return TrajectoryHeader(
-        name, group.group_id, member, "agent", group.task.task_id, 1.0, {"exact": 1.0}, [tokens],
-        sampled, version, version, 1, False, 0, 1.0, {"generation": 0.9, "reward": 0.1},
-    )  # fmt: skip
+        trajectory_id=name,
+        group_id=group.group_id,
+        member=member,
+        seat="agent",
+        task_id=group.task.task_id,
+        reward=1.0,
+        reward_parts={"exact": 1.0},
+        segment_lengths=[tokens],
+        trained_tokens=sampled,
+        oldest_version=version,
+        newest_version=version,
+        turns=1,
+        truncated=False,
+        interruptions=0,
+        seconds=1.0,
+        waits={"generation": 0.9, "reward": 0.1},
+    )
 
 
 def fill(path: Path, records: int, tokens: int) -> dict[str, float]:
@@ -93,7 +109,11 @@ def fill(path: Path, records: int, tokens: int) -> dict[str, float]:
             for member in range(GROUP):
                 ledger.add_trajectory(header(group, member, tokens, version), payload)
         said = [f"{group.group_id}/{member}/agent" for group in groups for member in range(GROUP)]
-        ledger.train(StepReport(step, said, {"reward/mean": 1.0}, 1, "ab"))
+        ledger.train(
+            StepReport(
+                step=step, trained=said, metrics={"reward/mean": 1.0}, ranks=1, fingerprint="ab"
+            )
+        )
         ledger.set_meta("version", str(step + 1))
         if step % EVERY == EVERY - 1 and step < steps - EVERY:
             ledger.checkpoint(step + 1, f"/checkpoints/{step + 1}")

@@ -118,7 +118,9 @@ async def as_env(config: EnvConfig, args: argparse.Namespace, length: int) -> fl
         steps = 0
         while time.perf_counter() < begin + args.seconds:
             agent = Instant()
-            await env.run(Task("t", str(length), None, {}), agent=agent)
+            await env.run(
+                Task(task_id="t", prompt=str(length), ground_truth=None, extra_info={}), agent=agent
+            )
             assert agent.total == length
             steps += length
         return steps

@@ -61,7 +61,7 @@ def row(tokens: np.ndarray, trained: int) -> Sequence:
     names = "behav_logprobs", "prox_logprobs", "advantages", "loss_weight"
     values = zip(names, (-4.0, -4.0, 1.0, 1e-3), strict=True)
     fields = {name: np.full(len(tokens), value, np.float32) for name, value in values}
-    return Sequence(tokens, mask, 1.0, fields)
+    return Sequence(tokens=tokens, loss_mask=mask, temperature=1.0, fields=fields)
 
 
 def draw(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -100,7 +100,7 @@ CASES = {"group": group, "tree": tree, "unshared": unshared}
 
 def make_engine(folder: str, layout: str) -> FSDPEngine:
     """Return an engine for the model of the folder."""
-    training = Training(OptimizerConfig(), 1e-6, 100)
+    training = Training(optimizer=OptimizerConfig(), lr=1e-6, total_updates=100)
     config = FSDPConfig(layout=layout)  # type: ignore[arg-type]
     return FSDPEngine(config, model_path=folder, seed=0, training=training)
 

@@ -198,7 +198,7 @@ def make_rows() -> list[Sequence]:
             weight = 1 / (ANSWERS * ANSWER_TOKENS)
             fields["loss_weight"] = np.full(length, weight, np.float32)
             tokens = np.concatenate([question, answer]).astype(np.int32)
-            rows.append(Sequence(tokens, mask, 1.0, fields))
+            rows.append(Sequence(tokens=tokens, loss_mask=mask, temperature=1.0, fields=fields))
     return rows
 
 
@@ -208,7 +208,7 @@ def engine_update(folder: Path, dtype: str) -> Callable[[], float]:
         FSDPConfig(dtype=dtype),  # type: ignore[arg-type]
         model_path=str(folder),
         seed=0,
-        training=Training(OptimizerConfig(), 1e-5, 100),
+        training=Training(optimizer=OptimizerConfig(), lr=1e-5, total_updates=100),
     )
     rows, loss = make_rows(), make_policy_loss(LossConfig())
     return lambda: engine.train_batch(rows, loss)["computed_tokens"]

@@ -119,7 +119,12 @@ async def bench_function(path: str) -> dict[str, float]:
     rates: list[float] = []
     stalls: list[float] = [start_stall_s]
     cpu_s = time.process_time()
-    task = Task("train-0", "What is 17 times 23? " * 10, "391", {"data_source": "bench"})
+    task = Task(
+        task_id="train-0",
+        prompt="What is 17 times 23? " * 10,
+        ground_truth="391",
+        extra_info={"data_source": "bench"},
+    )
     try:
         for _ in range(REPEATS):
             seconds, stall = await measure(lambda: play(reward, task))

@@ -132,8 +132,20 @@ def ours(collector: Collector) -> Callable[[int], Awaitable[Any]]:
 
     async def one(number: int) -> None:
         group, member = divmod(number, GROUP)
-        task = Task(f"train-{group}", f"{PROMPT[:-4]}{group % 10000:04d}", "46", {})
-        lease = Lease(f"l{group}", f"g{group}", "train", task, [member], 0)
+        task = Task(
+            task_id=f"train-{group}",
+            prompt=f"{PROMPT[:-4]}{group % 10000:04d}",
+            ground_truth="46",
+            extra_info={},
+        )
+        lease = Lease(
+            lease_id=f"l{group}",
+            group_id=f"g{group}",
+            split="train",
+            task=task,
+            members=[member],
+            version=0,
+        )
         episode, payloads = await collector.run(lease, member)
         assert episode.failure is None, episode.failure
         assert len(payloads) == 1

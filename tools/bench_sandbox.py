@@ -37,7 +37,7 @@ async def bench() -> dict[str, float]:
         with suppress(UserError):  # this host has no bubblewrap
             await env.setup()
             envs[backend] = env
-    cases = read_cases(Task("bench", "", None, CASES), 30.0)
+    cases = read_cases(Task(task_id="bench", prompt="", ground_truth=None, extra_info=CASES), 30.0)
     rates: dict[str, list[float]] = {}
     stalls: list[float] = []
 

@@ -94,7 +94,7 @@ def overhead(size: str, repeats: int) -> dict[str, float]:
         for _ in range(repeats + 1):
             started = time.process_time()
             batch = collate(rows[:count], torch.device("cpu"))
-            inputs = LossInput(model(batch), batch.rows_N, batch.fields)
+            inputs = LossInput(outputs=model(batch), rows_N=batch.rows_N, fields=batch.fields)
             bench_engine.LOSS(inputs)[0].backward()
             seconds.append(time.process_time() - started)
         points.append((batch.input_ids_BW.numel(), statistics.median(seconds[1:])))

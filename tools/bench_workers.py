@@ -53,7 +53,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
         async with asyncio.TaskGroup() as tasks:
             for index in range(first, first + count):
                 link = WorkerLink(
-                    lambda: names.address("datapipe"),
+                    resolve=lambda: names.address("datapipe"),
                     worker_id=f"rollout-{index}",
                     capacity=collector.concurrency,
                     secret=names.secret,
@@ -70,18 +70,18 @@ def train(config: ExperimentConfig, steps: int) -> dict[str, float]:
     """Take batches and report them trained; return rates and lags over all steps."""
     link = connect_trainer(NameRegistry.of(config, ttl_s=3600.0))
     link.start(0)
-    link.report(Published(0))
+    link.report(Published(version=0))
     seconds, begin = [], time.perf_counter()
     for step in range(steps):
         answer = link.next_batch(step)
         assert answer is not None
         batch, _ = answer
         trained = [header.trajectory_id for header in batch.headers]
-        link.report(StepReport(step, trained, {}, 1, ""))
+        link.report(StepReport(step=step, trained=trained, metrics={}, ranks=1, fingerprint=""))
         now = time.perf_counter()
         seconds.append(now - begin)
         begin, waits = now, batch.waits
-    link.report(Finish("bench over"))
+    link.report(Finish(reason="bench over"))
     link.close()
     size = config.trainer.ppo.batch_size
     return {

@@ -37,7 +37,7 @@ TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
 FILLER_PERCENT = 1.0
 TUPLE_ASSIGNMENTS_PER_1000 = 3.0
-LONGER_EXAMPLES = {"rl_loop.py": 200}
+LONGER_EXAMPLES = {"rl_loop.py": 210}
 """The whole loop, in one file."""
 
 READING_PATH = (

@@ -166,7 +166,7 @@ def make_engine(folder: Path, workload: Workload, *, checkpointing: bool) -> FSD
         max_tokens_per_microbatch=workload.microbatch_tokens,
         logits_chunk=workload.logits_chunk,
     )
-    training = Training(OptimizerConfig(), 1e-6, 100)
+    training = Training(optimizer=OptimizerConfig(), lr=1e-6, total_updates=100)
     return FSDPEngine(config, model_path=str(folder), seed=0, training=training)
 
 

@@ -165,7 +165,14 @@ def lease(number: int) -> Lease:
     """Return a lease whose prompt has 32 tokens, one for each of its group's members."""
     row, member = divmod(number, GROUP)
     prompt = f"{bench_rollout.PROMPT[:-4]}{row % 10000:04d}"
-    return Lease(f"l{number}", f"g{row}", "train", Task(f"t{row}", prompt, "46", {}), [member], 0)
+    return Lease(
+        lease_id=f"l{number}",
+        group_id=f"g{row}",
+        split="train",
+        task=Task(task_id=f"t{row}", prompt=prompt, ground_truth="46", extra_info={}),
+        members=[member],
+        version=0,
+    )
 
 
 class Episodes:

@@ -92,7 +92,10 @@ class Trial:
 
     def open(self) -> None:
         """Open the ledger, and read back what it knows."""
-        tasks = [Task(f"train-{row}", "", None, {}) for row in range(1000)]
+        tasks = [
+            Task(task_id=f"train-{row}", prompt="", ground_truth=None, extra_info={})
+            for row in range(1000)
+        ]
         about = {"group_size": str(self.group_size)}
         self.ledger = Ledger(self.folder / "ledger.sqlite", fingerprint=about)
         self.store = GroupStore(self.ledger, tasks, ppo=self.ppo, seed=self.seed, shuffle=True)
@@ -137,19 +140,41 @@ class Trial:
         self.free += 1
         tokens = length_of(self.seed, lease.group_id, member)
         header = TrajectoryHeader(
-            f"{lease.group_id}/{member}/agent", lease.group_id, member, "agent",
-            lease.task.task_id, 1.0, {}, [tokens], tokens, lease.version,
-            len(self.published) - 1, 1, False, 0, 1.0, {},
-        )  # fmt: skip
+            trajectory_id=f"{lease.group_id}/{member}/agent",
+            group_id=lease.group_id,
+            member=member,
+            seat="agent",
+            task_id=lease.task.task_id,
+            reward=1.0,
+            reward_parts={},
+            segment_lengths=[tokens],
+            trained_tokens=tokens,
+            oldest_version=lease.version,
+            newest_version=len(self.published) - 1,
+            turns=1,
+            truncated=False,
+            interruptions=0,
+            seconds=1.0,
+            waits={},
+        )
         self.store.add_episode(
-            Episode(lease.lease_id, lease.group_id, member, [header], None), [b""]
+            Episode(
+                lease_id=lease.lease_id,
+                group_id=lease.group_id,
+                member=member,
+                headers=[header],
+                failure=None,
+            ),
+            [b""],
         )
 
     def trained(self) -> None:
         headers = [h for group in self.store.batches[self.step] for h in group.headers]
         self.samples += [self.sample(header) for header in headers]
         self.store.mark_trained(self.step)
-        self.ledger.train(StepReport(self.step, [h.trajectory_id for h in headers], {}))
+        self.ledger.train(
+            StepReport(step=self.step, trained=[h.trajectory_id for h in headers], metrics={})
+        )
         self.ledger.commit()
         self.step += 1
         self.idle_since = self.now
@@ -213,9 +238,19 @@ def row(trial: Trial) -> list[str]:
     ]
 
 
-COLUMNS = ("policy", "η", "samples trained", "of their tokens, with loss", "mean length",
-           "p95 length", "KS distance", "steps/h", "max age", "trainer waits",
-           "… for slow episodes")  # fmt: skip
+COLUMNS = (
+    "policy",
+    "η",
+    "samples trained",
+    "of their tokens, with loss",
+    "mean length",
+    "p95 length",
+    "KS distance",
+    "steps/h",
+    "max age",
+    "trainer waits",
+    "… for slow episodes",
+)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ INCREASE = 1.15
 """Factor of the damping after a batch with a small surplus."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading:
     """Load of servers and datapipe at one moment."""
 

@@ -48,7 +48,7 @@ class Forest(NamedTuple):
         return path
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Draft:
     """A node of the trees under construction."""
 
@@ -166,7 +166,7 @@ def _depth_first(root: _Draft, num_rows: int) -> Forest:
     return Forest(nodes=nodes, last=last)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Part:
     """Rows of one tree, and the number of tokens that are computed for them."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Sequence:
     """One training row."""
 
@@ -36,7 +36,7 @@ class Sequence:
     """uint8 [T, bytes]: the experts that a server chose, as in `Segment.routing`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossInput:
     """Input of a loss function: the N loss tokens (loss_mask true) of a micro-batch, by row."""
 

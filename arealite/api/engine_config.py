@@ -25,7 +25,7 @@ class OptimizerConfig:
     max_skipped_updates: int = opt(5, "non-finite gradients in a row to stop; 0: never", at_least=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """Optimizer and schedule of an engine. An engine without them is frozen (reference policy)."""
 

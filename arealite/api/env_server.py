@@ -48,7 +48,7 @@ class EnvServerConfig(TrialConfig):
         return {env_type: replace(self.env, type=env_type) for env_type in env_types}
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, kw_only=True):
     """A message of a client or of a server."""
 
     type: str
@@ -56,7 +56,7 @@ class Message(msgspec.Struct):
     data: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class Reset(msgspec.Struct):
+class Reset(msgspec.Struct, kw_only=True):
     """Begin an episode."""
 
     task: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class Reset(msgspec.Struct):
     """Seats whose agents are not trained."""
 
 
-class Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The action of a seat."""
 
     text: str
@@ -87,7 +87,7 @@ class Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A field of OpenEnv's actions; not used."""
 
 
-class SeatObservation(msgspec.Struct, frozen=True, omit_defaults=True):
+class SeatObservation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The observation of a seat that has to act."""
 
     seat: str = ""
@@ -98,7 +98,7 @@ class SeatObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: tuple[dict[str, Any], ...] = ()
 
 
-class SeatReward(msgspec.Struct, frozen=True):
+class SeatReward(msgspec.Struct, frozen=True, kw_only=True):
     """A reward of a seat."""
 
     seat: str
@@ -109,7 +109,7 @@ class SeatReward(msgspec.Struct, frozen=True):
     parts: dict[str, float]
 
 
-class EnvObservation(SeatObservation, frozen=True, omit_defaults=True):
+class EnvObservation(SeatObservation, frozen=True, omit_defaults=True, kw_only=True):
     """The observation of the only seat, or, with several seats, of all that have to act."""
 
     waiting: list[SeatObservation] = []
@@ -117,7 +117,7 @@ class EnvObservation(SeatObservation, frozen=True, omit_defaults=True):
     """Rewards since the last reply."""
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to reset and step."""
 
     observation: EnvObservation
@@ -126,7 +126,7 @@ class Reply(msgspec.Struct, frozen=True):
     done: bool = False
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a message that failed."""
 
     message: str

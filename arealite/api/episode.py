@@ -28,7 +28,7 @@ class Action(msgspec.Struct, frozen=True):
     """Whether the agent has reached its limit of turns or tokens and does not act again."""
 
 
-class Record(msgspec.Struct):
+class Record(msgspec.Struct, kw_only=True):
     """The turns and counters of one agent in one episode."""
 
     turns: list[Turn] = []
@@ -68,7 +68,7 @@ class Record(msgspec.Struct):
         continued, or `NOTHING` without a record.
         """
         self.generations += 1
-        turn = Turn(NOTHING, sampling.temperature, origin=origin)
+        turn = Turn(response=NOTHING, temperature=sampling.temperature, origin=origin)
         place(turn, input_ids, self.turns, extends)
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:
@@ -117,7 +117,7 @@ class Record(msgspec.Struct):
         self.turns = [turn for turn in self.turns if turn.response is not response]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Seat:
     """The seat of an agent in an episode. Filled by the collector."""
 

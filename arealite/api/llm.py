@@ -48,7 +48,7 @@ class LLMClientConfig:
     sglang: SGLangClientConfig = part(SGLangClientConfig)
 
 
-class LLMRequest(msgspec.Struct, frozen=True):
+class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. Filled by the agent."""
 
     request_id: str
@@ -81,7 +81,7 @@ class LLMRequest(msgspec.Struct, frozen=True):
         return max(0, self.known - 1)
 
 
-class LLMResponse(msgspec.Struct, frozen=True):
+class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled tokens. Filled by the client; the three lists have the same length."""
 
     output_ids: list[int]

@@ -30,7 +30,7 @@ class Observation(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Observation and reward of an actor; returned by `reset` and `step` of `arealite.make`."""
 
     actor: str
@@ -50,7 +50,7 @@ class Request(msgspec.Struct, frozen=True):
     """Named parts of the reward."""
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call in a completion. Filled by the agent's parser."""
 
     call_id: str

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from arealite.api.engine import TrainEngine
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishReport:
     """Costs of one publish. Durations are those of the slowest server."""
 

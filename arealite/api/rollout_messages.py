@@ -11,14 +11,14 @@ from arealite.api.task import Task
 from arealite.api.trajectory import Count, TrajectoryHeader
 
 
-class Failure(msgspec.Struct, frozen=True):
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why an episode has no trajectories. Filled by the collector."""
 
     failure_class: str
     detail: str
 
 
-class EpisodeIds(msgspec.Struct, frozen=True):
+class EpisodeIds(msgspec.Struct, frozen=True, kw_only=True):
     """The ids of one episode of a leased group. Filled by the worker."""
 
     lease_id: str
@@ -27,7 +27,7 @@ class EpisodeIds(msgspec.Struct, frozen=True):
     """Number of the episode within its group, 0 … group_size - 1."""
 
 
-class Episode(EpisodeIds, frozen=True):
+class Episode(EpisodeIds, frozen=True, kw_only=True):
     """The result of one episode of a leased group. Filled by the worker."""
 
     headers: list[TrajectoryHeader]
@@ -37,7 +37,7 @@ class Episode(EpisodeIds, frozen=True):
     """None if the episode finished."""
 
 
-class TurnHeader(msgspec.Struct, frozen=True):
+class TurnHeader(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of an unfinished episode. Filled by the worker.
 
     The generation may be unfinished: a longer record replaces a shorter one. The payload
@@ -55,7 +55,7 @@ class TurnHeader(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- worker → datapipe
 
 
-class WorkerState(msgspec.Struct, frozen=True, tag=True):
+class WorkerState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Heartbeat and credit. Sent on connecting, after each result, and at least once a second."""
 
     worker_id: str
@@ -71,14 +71,14 @@ class WorkerState(msgspec.Struct, frozen=True, tag=True):
     episodes of the old process are lost."""
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
+class Result(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Finished episodes. The worker keeps and resends them until they are acknowledged."""
 
     worker_id: str
     episodes: list[Episode]
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class Progress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Turns of unfinished episodes, from which another worker can resume them after a crash.
 
     Sent only for `resumable` environments and never acknowledged: lost turns are sampled again.
@@ -94,7 +94,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 # ---------------------------------------------------------------- datapipe → worker
 
 
-class Lease(msgspec.Struct, frozen=True, tag=True):
+class Lease(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The order to run some episodes of a group. Filled by the datapipe."""
 
     lease_id: str
@@ -112,7 +112,7 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     payloads follow as frames. [] for a new group."""
 
 
-class Ack(msgspec.Struct, frozen=True, tag=True):
+class Ack(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The worker may delete a result: it is durable in the ledger, or it is unreadable and the
     datapipe leases its episodes again. Filled by the datapipe."""
 
@@ -120,7 +120,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     """`zlib.crc32` of the result's first frame; 0 answers a WorkerState."""
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True):
+class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The run ends: abandon unfinished episodes, send finished ones, and exit with code 0."""
 
     reason: str

@@ -39,7 +39,7 @@ class CodeEnvConfig:
     error_reward: float = opt(-0.5, "reward of a program that does not load", above=-inf)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a program. Filled by the sandbox."""
 
     status: Literal["exited", "timeout", "output", "killed"]

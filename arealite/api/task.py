@@ -12,7 +12,7 @@ Row = Mapping[str, object]
 """A row of the data set: `prompt`, `ground_truth` and `extra_info`."""
 
 
-class Task(msgspec.Struct, frozen=True, omit_defaults=True):
+class Task(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A row of the data set. Filled by the datapipe."""
 
     task_id: str

@@ -8,7 +8,7 @@ import msgspec
 from arealite.api.trajectory import Count, Ranks, TrajectoryHeader
 
 
-class TrainerStart(msgspec.Struct, frozen=True, tag=True):
+class TrainerStart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Rank 0 begins at `step` (0 or a checkpoint's); the datapipe rolls back later steps.
     Answer: TrainerReady."""
 
@@ -25,7 +25,7 @@ class TrainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ticket of the TrainerStart of the sender's job."""
 
 
-class BatchRequest(TrainerRequest, frozen=True, tag=True):
+class BatchRequest(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """A rank requests its shard of batch `step`. Answer: Batch, until then Waiting."""
 
     step: Count
@@ -33,7 +33,7 @@ class BatchRequest(TrainerRequest, frozen=True, tag=True):
     world_size: Ranks
 
 
-class StepReport(TrainerRequest, frozen=True, tag=True):
+class StepReport(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """Rank 0: the ranks have trained batch `step`. Answer: Done."""
 
     step: Count
@@ -46,20 +46,20 @@ class StepReport(TrainerRequest, frozen=True, tag=True):
     """`TrainEngine.fingerprint` after the step, for replay; "" if it was not computed."""
 
 
-class Published(TrainerRequest, frozen=True, tag=True):
+class Published(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """Rank 0: every server that gets requests has confirmed `version`. Answer: Done."""
 
     version: Count
 
 
-class Checkpointed(TrainerRequest, frozen=True, tag=True):
+class Checkpointed(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """Rank 0: a checkpoint with all steps below `step` is durable at `path`. Answer: Done."""
 
     step: Count
     path: str
 
 
-class Unusable(TrainerRequest, frozen=True, tag=True):
+class Unusable(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """A rank cannot train some groups of batch `step`. Answer: Done, after their removal."""
 
     step: Count
@@ -67,34 +67,34 @@ class Unusable(TrainerRequest, frozen=True, tag=True):
     """The error of each group, by group id."""
 
 
-class EvalRequest(TrainerRequest, frozen=True, tag=True):
+class EvalRequest(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """Rank 0: evaluate the held-out set during training. Answer: EvalResult, until then Waiting."""
 
     eval_id: Count
     """The step of the request."""
 
 
-class Finish(TrainerRequest, frozen=True, tag=True):
+class Finish(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """Rank 0: training ends; the datapipe drains the workers and exits. Answer: Done."""
 
     reason: str
 
 
-class Ticket(msgspec.Struct, frozen=True, tag=True):
+class Ticket(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers a TrainerStart with ticket 0."""
 
     number: Count
     """Larger than every earlier ticket."""
 
 
-class TrainerReady(msgspec.Struct, frozen=True, tag=True):
+class TrainerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The ledger is at `step`. Answers TrainerStart."""
 
     step: Count
     rolled_back_groups: Count
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
+class Batch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Batch `step`, for one rank. The payloads of `mine` follow as frames, in that order."""
 
     step: Count
@@ -110,33 +110,33 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     """Metrics of the datapipe while it composed the batch."""
 
 
-class EvalResult(msgspec.Struct, frozen=True, tag=True):
+class EvalResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Scores of evaluation `eval_id`."""
 
     eval_id: Count
     metrics: dict[str, float]
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers BatchRequest after Finish: there is no further batch; checkpoint and exit."""
 
     reason: str
 
 
-class Waiting(msgspec.Struct, frozen=True, tag=True):
+class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sent once a second until a request is answered; `detail` names the missing event."""
 
     request: str
     detail: str
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The effect of the request of type `request` is durable."""
 
     request: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The request is invalid; the receiver stops the run with `reason`."""
 
     request: str

@@ -16,7 +16,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
-class TrajectoryHeader(msgspec.Struct, frozen=True):
+class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a trajectory, for ledger, batches and metrics. Filled by the collector."""
 
     trajectory_id: str
@@ -65,7 +65,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
         return sum(self.segment_lengths)
 
 
-class TurnReceipt(msgspec.Struct, frozen=True, array_like=True):
+class TurnReceipt(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Proof of one turn of a segment, made when its request was sent and its answer arrived."""
 
     start: Count
@@ -83,7 +83,7 @@ class TurnReceipt(msgspec.Struct, frozen=True, array_like=True):
     """16-byte BLAKE2b hash of the sampled tokens, then their logprobs, then their versions."""
 
 
-class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A token sequence in which each turn extends the turn before. Arrays are raw little-endian
     bytes."""
 

@@ -11,7 +11,7 @@ import msgspec
 from arealite.api.llm import LLMResponse
 from arealite.api.turns import NOTHING, Turn, blake2b, pack
 
-ROOT = Turn(NOTHING, 0.0, state=blake2b())
+ROOT = Turn(response=NOTHING, temperature=0.0, state=blake2b())
 """The root of all trees: the empty prompt."""
 encode = msgspec.json.Encoder().encode
 

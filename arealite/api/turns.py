@@ -18,7 +18,7 @@ NOTHING = LLMResponse(output_ids=[], logprobs=[], versions=[], stop_reason="")
 """The response of a turn before its first token."""
 
 
-class Origin(msgspec.Struct, frozen=True):
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Where the tokens of a prompt come from."""
 
     reused: int
@@ -30,7 +30,7 @@ class Origin(msgspec.Struct, frozen=True):
     (by the template), "resampled", "tools" (other tools or system prompt)."""
 
 
-class Turn(msgspec.Struct, eq=False):
+class Turn(msgspec.Struct, eq=False, kw_only=True):
     """One generation of an agent, and its reward. Its prompt is stored as what follows `parent`."""
 
     response: LLMResponse
@@ -116,7 +116,7 @@ class Turn(msgspec.Struct, eq=False):
         return array("i", self.raw_prompt).tolist()
 
 
-class StoredTurn(msgspec.Struct, frozen=True):
+class StoredTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn in the ledger, while its episode runs."""
 
     prompt: bytes

@@ -26,7 +26,10 @@ def main(config: ExperimentConfig) -> int:
         cluster = replace(config.cluster, name_root=temp, host=HOST, security=False)
         server_config = replace(configs.own_server(config), cluster=cluster)
         warnings = check_template(config)
-        engine = make_engine(config, training=Training(config.trainer.ppo.optimizer, 0.0, 1))
+        engine = make_engine(
+            config,
+            training=Training(optimizer=config.trainer.ppo.optimizer, lr=0.0, total_updates=1),
+        )
         check = SelfCheck(replace(config, cluster=cluster), engine, world, 0)
         check_finite(check.module, config.model.path)
         if config.model.adapter:

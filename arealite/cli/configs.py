@@ -76,7 +76,7 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
         UserError: See base.config.load; or a plugin cannot be imported.
     """
     files = [files] if isinstance(files, Path) else files
-    overrides_layer, *file_layers = _layers(options.Layers([*files], [*overrides]))
+    overrides_layer, *file_layers = _layers(options.Layers(files=[*files], overrides=[*overrides]))
     parts = _import_parts(_imports([overrides_layer, *file_layers]))
     return base_config.load(
         schema,

@@ -64,7 +64,9 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     head = trainers.get(config.trainer.type).head
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     try:
-        training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state
+        training = Training(
+            optimizer=options.optimizer, lr=options.lr, total_updates=1
+        )  # the checkpoint has its state
         engine = make_engine(config, training=training, head=head)
         engine.load(source)
         engine.export(out)

@@ -18,7 +18,7 @@ SHORT = {"model": "model.path", "dataset": "dataset.train"}
 """Keys of words that other programs use as flags."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layers:
     """The sources of one config: later files win, and overrides win over files."""
 
@@ -26,7 +26,7 @@ class Layers:
     overrides: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CommandLine:
     """The arguments of a command that reads a config."""
 

@@ -241,7 +241,7 @@ async def make_players(
     opponent = replace(collector.agent, type=options.opponent, scripted=scripted)
     players = dict[str, Player]()
     for name in names:
-        seat = Seat(name, group_id="play", episode_id="play/0")
+        seat = Seat(name=name, group_id="play", episode_id="play/0")
         player = Player(None, client=nothing, tokenizer=nothing, seat=seat)
         player.lines = lines
         players[name] = player

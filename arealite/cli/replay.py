@@ -30,7 +30,7 @@ from arealite.system.ledger.ledger import meta_number, open_read_only
 PROGRESS_S = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """Consecutive steps with the same number of ranks and the same config."""
 
@@ -137,7 +137,7 @@ async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
     shared = threads(load(segment.config).launcher.trainer_threads)
-    ranks = Role(("replay",), Budget(0), leads=True)
+    ranks = Role(names=("replay",), budget=Budget(limit=0), leads=True)
     ranks.over.set()  # a rank may exit long before the others
     try:
         for rank in rank_environments(segment.ranks):

@@ -53,7 +53,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     from arealite.system.datapipe.datapipe import Datapipe
 
     pipe = Datapipe(
-        config,
+        config=config,
         train=load_split(config, "train"),
         eval=load_split(config, "eval"),
         registry=NameRegistry.of(config),
@@ -102,7 +102,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     collector = config.trainer.ppo.collector
     names = NameRegistry.of(config)
     link = WorkerLink(
-        lambda: names.address("datapipe"),
+        resolve=lambda: names.address("datapipe"),
         worker_id=f"rollout-{index}@{socket.gethostname()}",
         capacity=collector.concurrency,
         secret=names.secret,

@@ -149,7 +149,7 @@ async def _sample(
     collector_class = ObservingCollector if split == "train" else Collector
     collector = collector_class(config, client, load_tokenizer(config.model.path))
     sampler = Sampler(
-        config,
+        config=config,
         collector=collector,
         samples=samples,
         split="train" if split == "train" else "eval-0",

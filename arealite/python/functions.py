@@ -221,7 +221,7 @@ def _modified_ns(file: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Server(AbstractContextManager["Server"]):
     """A running server. `close` stops it, as do the end of a `with` block and of this process."""
 
@@ -268,4 +268,4 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
     server_config, argv = checked(check)
     log = run_paths(server_config).root.with_name(f"serve-{uuid.uuid4().hex[:8]}.log")
     command = Command(["serve", *argv], log)
-    return Server(command.wait_for_line(SERVING), command)
+    return Server(address=command.wait_for_line(SERVING), _command=command)

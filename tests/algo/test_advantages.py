@@ -205,7 +205,7 @@ def test_critic_learns_the_known_values_of_a_random_walk() -> None:
             "loss_weight": torch.full((len(paths),), 1.0 / len(paths)),
         }
         rows_N = torch.zeros(len(paths), dtype=torch.int64)
-        loss, _ = loss_fn(LossInput({"values": table[paths]}, rows_N, fields))
+        loss, _ = loss_fn(LossInput(outputs={"values": table[paths]}, rows_N=rows_N, fields=fields))
         (gradient,) = torch.autograd.grad(loss, table)
         with torch.no_grad():
             table -= 3.0 / (1 + step / 15) * gradient

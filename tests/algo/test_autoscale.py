@@ -50,7 +50,12 @@ class World:
             if self.in_flight < target:
                 self.queue.append(self.generate_s * around(0.5, 1.5))
         self.admit()
-        return Reading(len(self.running), len(self.queue), self.capacity, self.in_flight)
+        return Reading(
+            running=len(self.running),
+            waiting=len(self.queue),
+            capacity=self.capacity,
+            in_flight=self.in_flight,
+        )
 
     def admit(self) -> None:
         while self.queue and len(self.running) < self.room:
@@ -141,7 +146,10 @@ def test_concurrency_stays_within_its_bounds_for_any_readings(
 
 def test_paused_servers_and_idle_workers_do_not_change_concurrency() -> None:
     scaler = Autoscaler(utilisation=0.9, target=40)
-    for reading in (Reading(0, 30, 32, 40), Reading(0, 0, 32, 0)):
+    for reading in (
+        Reading(running=0, waiting=30, capacity=32, in_flight=40),
+        Reading(running=0, waiting=0, capacity=32, in_flight=0),
+    ):
         assert scaler.decide([reading] * 5, least=1, most=100) == 40
 
 

@@ -45,7 +45,9 @@ def run(
         fields["keep"] = torch.tensor(keep)
     outputs = {"logprobs": logprobs, "entropy": torch.full((len(tokens),), 0.5)}
     rows_N = torch.tensor(rows or [0] * len(tokens), dtype=torch.int64)
-    loss, stats = make_policy_loss(config, kl)(LossInput(outputs, rows_N, fields))
+    loss, stats = make_policy_loss(config, kl)(
+        LossInput(outputs=outputs, rows_N=rows_N, fields=fields)
+    )
     loss.backward()
     assert logprobs.grad is not None
     assert not any(value.requires_grad for value in stats.values())
@@ -167,7 +169,11 @@ def test_entropy_bonus_has_a_gradient_to_the_entropy() -> None:
     entropy = torch.tensor([0.5, 2.0], requires_grad=True)
     fields = {name: torch.zeros(2) for name in ("prox_logprobs", "behav_logprobs", "advantages")}
     fields["loss_weight"] = torch.tensor([1.0, 3.0])
-    batch = LossInput({"logprobs": torch.zeros(2), "entropy": entropy}, torch.arange(2), fields)
+    batch = LossInput(
+        outputs={"logprobs": torch.zeros(2), "entropy": entropy},
+        rows_N=torch.arange(2),
+        fields=fields,
+    )
     loss, _ = make_policy_loss(LossConfig(entropy_coef=0.1))(batch)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-0.1 * 6.5)
@@ -270,7 +276,9 @@ def both(config: LossConfig, kl: KLConfig, drawn: list, keep: list[float]) -> tu
     fields["loss_weight"] = torch.tensor(weights, dtype=torch.float64)
     fields["keep"] = torch.tensor(keep[:count], dtype=torch.float64)
     outputs = {"logprobs": logprobs, "entropy": entropies}
-    ours, _ = make_policy_loss(config, kl)(LossInput(outputs, columns[0].long(), fields))
+    ours, _ = make_policy_loss(config, kl)(
+        LossInput(outputs=outputs, rows_N=columns[0].long(), fields=fields)
+    )
     leaves = [
         [values[i].detach().clone().requires_grad_() for i in range(count)]
         for values in (logprobs, entropies)
@@ -323,7 +331,7 @@ def test_loss_is_independent_of_micro_batches_and_row_order(
         names = ("prox_logprobs", "behav_logprobs", "ref_logprobs", "advantages")
         fields = dict(zip(names, columns[2:], strict=True)) | {"loss_weight": weights[at]}
         outputs = {"logprobs": columns[1], "entropy": -columns[1]}
-        part = LossInput(outputs, torch.full((len(at),), 7), fields)
+        part = LossInput(outputs=outputs, rows_N=torch.full((len(at),), 7), fields=fields)
         total += float(make_policy_loss(config, kl)(part)[0])
     assert total == pytest.approx(whole[0], rel=1e-9, abs=1e-9)
 
@@ -340,7 +348,9 @@ def critic(
     fields = {"values": columns[1], "returns": columns[2]}
     fields["loss_weight"] = torch.full((len(tokens),), weight, dtype=torch.float64)
     rows_N = torch.zeros(len(tokens), dtype=torch.int64)
-    loss, stats = make_value_loss(config)(LossInput({"values": values}, rows_N, fields))
+    loss, stats = make_value_loss(config)(
+        LossInput(outputs={"values": values}, rows_N=rows_N, fields=fields)
+    )
     (grad,) = torch.autograd.grad(loss, values)
     return float(loss.detach()), {k: float(v) for k, v in stats.items()}, grad.tolist()
 

@@ -78,7 +78,7 @@ def flat(
         "ref_logprobs": torch.tensor([ref for _, ref in tokens], dtype=torch.float64),
         "loss_weight": torch.tensor([weights[row] for row in rows], dtype=torch.float64),
     }
-    return LossInput({name: values}, torch.tensor(rows), fields), values
+    return LossInput(outputs={name: values}, rows_N=torch.tensor(rows), fields=fields), values
 
 
 TOKEN = st.tuples(st.floats(-5.0, 0.0), st.floats(-5.0, 0.0))
@@ -148,7 +148,9 @@ def test_cross_entropy_is_a_weighted_sum() -> None:
         "is_answer": torch.tensor([1.0, 1.0, 0.0]),
     }
     outputs = {"logprobs": logprobs, "entropy": torch.tensor([1.0, 2.0, 2.0])}
-    loss, stats = cross_entropy(LossInput(outputs, torch.zeros(3, dtype=torch.int64), fields))
+    loss, stats = cross_entropy(
+        LossInput(outputs=outputs, rows_N=torch.zeros(3, dtype=torch.int64), fields=fields)
+    )
     assert loss.item() == 2.0
     found = {name: value.item() for name, value in stats.items()}
     assert found == {"loss": 2.0, "answer": 1.0, "next_state": 1.0, "entropy": 1.5}

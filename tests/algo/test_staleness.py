@@ -58,8 +58,8 @@ class Simulation:
     def try_batch(self) -> None:
         if not self.trainer_idle:
             return
-        found = [Candidate(s, q, False) for q, s in self.running.items()]
-        found += [Candidate(s, q, True) for q, s in self.complete.items()]
+        found = [Candidate(start=s, seq=q, is_complete=False) for q, s in self.running.items()]
+        found += [Candidate(start=s, seq=q, is_complete=True) for q, s in self.complete.items()]
         chosen = select_batch(
             found, self.step, policy=self.policy, eta=self.eta, num_groups=self.num_groups
         )
@@ -112,15 +112,19 @@ def test_mask_exceeds_the_staleness_bound() -> None:
 
 def test_wait_withholds_a_batch_that_would_deadlock_a_later_one() -> None:
     """b and c of version 0 are both due in batch 2, so batch 1 must not train d first."""
-    b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
+    b, c, d = (
+        Candidate(start=0, seq=1, is_complete=False),
+        Candidate(start=0, seq=2, is_complete=False),
+        Candidate(start=1, seq=3, is_complete=True),
+    )
     assert select_batch([b, c, d], 1, policy="wait", eta=2, num_groups=1) is None
     assert select_batch([b, c, d], 1, policy="mask", eta=2, num_groups=1) == [d]
 
 
 def test_eta_0_is_synchronous() -> None:
     assert [may_lease(n, 0, eta=0, num_groups=2) for n in range(4)] == [True, True, False, False]
-    late = Candidate(0, 9, False)
-    full = [Candidate(0, seq, True) for seq in range(2)]
+    late = Candidate(start=0, seq=9, is_complete=False)
+    full = [Candidate(start=0, seq=seq, is_complete=True) for seq in range(2)]
     assert select_batch([*full, late], 0, policy="wait", eta=0, num_groups=2) is None
     assert select_batch(full, 0, policy="wait", eta=0, num_groups=2) == full
 
@@ -130,23 +134,36 @@ def test_no_lease_before_a_version_is_published() -> None:
 
 
 def test_batch_takes_oldest_groups_first_then_in_order() -> None:
-    found = [Candidate(1, 0, True), Candidate(0, 5, True), Candidate(0, 2, True)]
+    found = [
+        Candidate(start=1, seq=0, is_complete=True),
+        Candidate(start=0, seq=5, is_complete=True),
+        Candidate(start=0, seq=2, is_complete=True),
+    ]
     chosen = select_batch(found, 1, policy="wait", eta=3, num_groups=2)
     assert chosen is not None
     assert [c.seq for c in chosen] == [2, 5]
 
 
 def test_blocking_groups_are_the_slow_ones() -> None:
-    slow, fine = Candidate(0, 3, False), Candidate(2, 4, False)
+    slow, fine = (
+        Candidate(start=0, seq=3, is_complete=False),
+        Candidate(start=2, seq=4, is_complete=False),
+    )
     kwargs = {"eta": 2, "num_groups": 1}
-    assert blocking_groups([fine, slow, Candidate(0, 1, True)], 2, **kwargs) == [slow]
-    assert blocking_groups([fine, Candidate(0, 1, True)], 2, **kwargs) == []
+    assert blocking_groups(
+        [fine, slow, Candidate(start=0, seq=1, is_complete=True)], 2, **kwargs
+    ) == [slow]
+    assert blocking_groups([fine, Candidate(start=0, seq=1, is_complete=True)], 2, **kwargs) == []
 
 
 def test_blocking_groups_include_groups_due_in_the_same_batch() -> None:
     """Neither b nor c is late alone, but both are due in batch 2."""
-    b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
-    late = Candidate(1, 4, False)
+    b, c, d = (
+        Candidate(start=0, seq=1, is_complete=False),
+        Candidate(start=0, seq=2, is_complete=False),
+        Candidate(start=1, seq=3, is_complete=True),
+    )
+    late = Candidate(start=1, seq=4, is_complete=False)
     assert blocking_groups([d, late, c, b], 1, eta=2, num_groups=1) == [b, c]
 
 
@@ -160,7 +177,10 @@ def test_blocking_groups_include_groups_due_in_the_same_batch() -> None:
 def test_blocking_groups_exist_exactly_if_wait_withholds_a_full_batch(
     groups: list[tuple[int, bool]], step: int, eta: int, num_groups: int
 ) -> None:
-    found = [Candidate(start, seq, done) for seq, (start, done) in enumerate(groups)]
+    found = [
+        Candidate(start=start, seq=seq, is_complete=done)
+        for seq, (start, done) in enumerate(groups)
+    ]
     if sum(c.is_complete for c in found) < num_groups:
         return
     everyone = [c.start for c in found]

@@ -66,12 +66,12 @@ class Live:
     @property
     def datapipe(self) -> str:
         """The datapipe's address, tcp://HOST:PORT."""
-        return NameRegistry(self.names, ttl_s=SLOW_S).address("datapipe") or ""
+        return NameRegistry(root=self.names, ttl_s=SLOW_S).address("datapipe") or ""
 
     @property
     def server(self) -> str:
         """URL of the language-model server."""
-        return NameRegistry(self.names, ttl_s=SLOW_S).address("llm_server") or ""
+        return NameRegistry(root=self.names, ttl_s=SLOW_S).address("llm_server") or ""
 
     @property
     def secret(self) -> Secret:

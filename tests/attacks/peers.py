@@ -28,7 +28,7 @@ from tests.waiting import until
 PATIENCE_MS = 60_000
 MARKER = [7, 9, 8, 11, 10, 13, 12, 9]
 """Tokens of forged trajectories. No honest prompt begins with them."""
-GUESS = Secret(b"guess" * 6 + b"!!")
+GUESS = Secret(key=b"guess" * 6 + b"!!")
 
 decode = msgspec.msgpack.Decoder(ToWorker | ToTrainer).decode
 Message = TypeVar("Message")
@@ -62,7 +62,7 @@ class Insider:
 
     def submit(self, episodes: list[Episode], *payloads: bytes) -> None:
         """Send a result and wait until it is acknowledged."""
-        frame = wire.encode(Result(self.worker_id, episodes))
+        frame = wire.encode(Result(worker_id=self.worker_id, episodes=episodes))
         self.send(frame, *payloads)
         self.acknowledged(frame)
 
@@ -77,7 +77,13 @@ class Insider:
 
     def state(self, capacity: int, **changes: Any) -> WorkerState:
         held = [lease.lease_id for lease in self.leases]
-        made = WorkerState(self.worker_id, capacity, held, {}, f"p-{self.worker_id}")
+        made = WorkerState(
+            worker_id=self.worker_id,
+            capacity=capacity,
+            held=held,
+            split_metrics={},
+            process=f"p-{self.worker_id}",
+        )
         return msgspec.structs.replace(made, **changes)
 
     def episode(self) -> tuple[Lease, int]:

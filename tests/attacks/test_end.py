@@ -40,7 +40,7 @@ def test_attacked_run_continues_with_the_same_processes(live: Live) -> None:
 def test_attacked_run_completes(live: Live) -> None:
     """A stray trainer waits to start at a step without a checkpoint."""
     with insider(live, "last-rank") as peer:
-        start = TrainerStart(int(live.step()), 1)
+        start = TrainerStart(step=int(live.step()), world_size=1)
         peer.send_message(start)
         peer.send_message(msgspec.structs.replace(start, ticket=peer.receive(Ticket).number))
         peer.receive(Waiting)

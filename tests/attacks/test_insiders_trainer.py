@@ -37,19 +37,21 @@ def mine(live: Live, step: int) -> str:
 
 
 REQUESTS: dict[str, trainer.FromTrainer] = {
-    "batch request": trainer.BatchRequest(0, 0, 2),
-    "batch request of many ranks": trainer.BatchRequest(0, 0, 1 << 16),
-    "batch request of the future": trainer.BatchRequest(1 << 40, 0, 2),
-    "step report": trainer.StepReport(0, [], {}),
-    "step report with hostile metrics": trainer.StepReport(0, [HOSTILE], {HOSTILE: 1e300}),
-    "unusable": trainer.Unusable(0, {f"g{n}": "wrong" for n in range(1000)}),
-    "published": trainer.Published(10**9),
-    "published first": trainer.Published(0),
-    "checkpointed": trainer.Checkpointed(10**6, "/x"),
-    "checkpointed 0": trainer.Checkpointed(0, "/etc/passwd"),
-    "evaluation": trainer.EvalRequest(1 << 40),
-    "finish": trainer.Finish("a broken rank says so"),
-    "finish with hostile words": trainer.Finish(HOSTILE),
+    "batch request": trainer.BatchRequest(step=0, rank=0, world_size=2),
+    "batch request of many ranks": trainer.BatchRequest(step=0, rank=0, world_size=1 << 16),
+    "batch request of the future": trainer.BatchRequest(step=1 << 40, rank=0, world_size=2),
+    "step report": trainer.StepReport(step=0, trained=[], metrics={}),
+    "step report with hostile metrics": trainer.StepReport(
+        step=0, trained=[HOSTILE], metrics={HOSTILE: 1e300}
+    ),
+    "unusable": trainer.Unusable(step=0, groups={f"g{n}": "wrong" for n in range(1000)}),
+    "published": trainer.Published(version=10**9),
+    "published first": trainer.Published(version=0),
+    "checkpointed": trainer.Checkpointed(step=10**6, path="/x"),
+    "checkpointed 0": trainer.Checkpointed(step=0, path="/etc/passwd"),
+    "evaluation": trainer.EvalRequest(eval_id=1 << 40),
+    "finish": trainer.Finish(reason="a broken rank says so"),
+    "finish with hostile words": trainer.Finish(reason=HOSTILE),
 }
 
 
@@ -78,14 +80,20 @@ def test_request_with_a_future_ticket_is_counted(live: Live, rank: Insider, name
 
 
 IMPOSSIBLE: dict[str, Callable[[Live], trainer.FromTrainer]] = {
-    "a batch of the future": lambda live: trainer.BatchRequest(10**6, 0, 2),
-    "a report of a step of the future": lambda live: trainer.StepReport(10**6, [], {}),
-    "a checkpoint of the future": lambda live: trainer.Checkpointed(10**6, mine(live, 10**6)),
-    "a checkpoint elsewhere": lambda live: trainer.Checkpointed(1, "/tmp/step-000001"),
-    "a checkpoint above": lambda live: trainer.Checkpointed(1, mine(live, 1) + "/../../x"),
-    "a checkpoint of no path": lambda live: trainer.Checkpointed(1, ""),
-    "a checkpoint of a long path": lambda live: trainer.Checkpointed(1, "/x" * 100_000),
-    "a checkpoint with a null": lambda live: trainer.Checkpointed(1, "/x\0y"),
+    "a batch of the future": lambda live: trainer.BatchRequest(step=10**6, rank=0, world_size=2),
+    "a report of a step of the future": lambda live: trainer.StepReport(
+        step=10**6, trained=[], metrics={}
+    ),
+    "a checkpoint of the future": lambda live: trainer.Checkpointed(
+        step=10**6, path=mine(live, 10**6)
+    ),
+    "a checkpoint elsewhere": lambda live: trainer.Checkpointed(step=1, path="/tmp/step-000001"),
+    "a checkpoint above": lambda live: trainer.Checkpointed(
+        step=1, path=mine(live, 1) + "/../../x"
+    ),
+    "a checkpoint of no path": lambda live: trainer.Checkpointed(step=1, path=""),
+    "a checkpoint of a long path": lambda live: trainer.Checkpointed(step=1, path="/x" * 100_000),
+    "a checkpoint with a null": lambda live: trainer.Checkpointed(step=1, path="/x\0y"),
 }
 
 
@@ -105,7 +113,7 @@ def test_impossible_request_of_the_current_trainer_is_refused(
 
 @pytest.mark.parametrize("version", [10**9, 1 << 40])
 def test_future_version_is_ignored(live: Live, rank: Insider, version: int) -> None:
-    rank.send_message(trainer.Published(version, ticket=current_ticket(live)))
+    rank.send_message(trainer.Published(version=version, ticket=current_ticket(live)))
     rank.receive(trainer.Done)
     live.wait_for_steps()
     with closing(connect(live.paths.ledger, read_only=True)) as db:
@@ -116,9 +124,9 @@ def test_future_version_is_ignored(live: Live, rank: Insider, version: int) -> N
 def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) -> None:
     """The start stays unanswered as long as another trainer is alive, also at the end."""
     before = live.step()
-    rank.send_message(trainer.TrainerStart(step, 1))
+    rank.send_message(trainer.TrainerStart(step=step, world_size=1))
     ticket = rank.receive(trainer.Ticket).number
-    rank.send_message(trainer.TrainerStart(step, 1, ticket))
+    rank.send_message(trainer.TrainerStart(step=step, world_size=1, ticket=ticket))
     rank.receive(trainer.Waiting)
     live.wait_for_steps(5)
     assert live.step() > before
@@ -128,14 +136,14 @@ def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) ->
 def test_start_with_a_ticket_that_was_not_given_is_ignored(
     live: Live, rank: Insider, ticket: int
 ) -> None:
-    rank.send_message(trainer.TrainerStart(0, 1, ticket))
+    rank.send_message(trainer.TrainerStart(step=0, world_size=1, ticket=ticket))
     rank.wait_until_handled()
     live.wait_for_steps()
 
 
 def test_start_with_the_current_ticket_rolls_nothing_back(live: Live, rank: Insider) -> None:
     before = live.step()
-    rank.send_message(trainer.TrainerStart(0, 1, current_ticket(live)))
+    rank.send_message(trainer.TrainerStart(step=0, world_size=1, ticket=current_ticket(live)))
     assert rank.receive(trainer.TrainerReady).rolled_back_groups == 0
     live.wait_for_steps()
     assert live.step() > before
@@ -174,6 +182,6 @@ def test_request_out_of_range_or_of_a_wrong_type_is_counted(
 @pytest.mark.parametrize("end", [1, 2, 5])
 def test_truncated_request_is_counted(live: Live, rank: Insider, end: int) -> None:
     before = live.rejected()
-    rank.send(wire.encode(trainer.Checkpointed(1, "/x"))[:-end])
+    rank.send(wire.encode(trainer.Checkpointed(step=1, path="/x"))[:-end])
     rank.wait_until_handled()
     live.counts(before, 1)

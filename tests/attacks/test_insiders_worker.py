@@ -147,7 +147,9 @@ def test_invalid_payload_of_a_held_lease_is_counted(live: Live, worker: Insider,
     live.counts(before, 1)
 
 
-@pytest.mark.parametrize("failure", [None, Failure("both", "a failure and a trajectory")])
+@pytest.mark.parametrize(
+    "failure", [None, Failure(failure_class="both", detail="a failure and a trajectory")]
+)
 def test_episode_needs_either_a_trajectory_or_a_failure(
     live: Live, worker: Insider, failure: Failure | None
 ) -> None:
@@ -155,7 +157,13 @@ def test_episode_needs_either_a_trajectory_or_a_failure(
     before = live.rejected()
     made = forged(lease.group_id, member, version=lease.version)
     headers, sent = ([made.header], [made.payload()]) if failure else ([], [])
-    episode = Episode(lease.lease_id, lease.group_id, member, headers, failure)
+    episode = Episode(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        member=member,
+        headers=headers,
+        failure=failure,
+    )
     worker.submit([episode], *sent)
     live.counts(before, 1)
 
@@ -168,7 +176,9 @@ def test_number_out_of_range_is_counted(
     lease, member = worker.episode()
     before = live.rejected()
     made = forged(lease.group_id, member, version=lease.version)
-    raw = msgspec.to_builtins(Result(worker.worker_id, [made.episode(lease.lease_id)]))
+    raw = msgspec.to_builtins(
+        Result(worker_id=worker.worker_id, episodes=[made.episode(lease.lease_id)])
+    )
     raw["episodes"][0]["headers"][0][name] = [number] if name == "segment_lengths" else number
     frame = msgspec.msgpack.encode(raw)
     worker.send(frame, made.payload())
@@ -222,8 +232,8 @@ def test_forged_groups_with_a_huge_reward_are_counted(live: Live, worker: Inside
 
 
 def turns(group: str, lease_id: str, worker_id: str, number: int = 1) -> Progress:
-    headers = [TurnHeader(0, "agent", n, 0) for n in range(number)]
-    return Progress(worker_id, lease_id, group, headers)
+    headers = [TurnHeader(member=0, seat="agent", index=n, oldest_version=0) for n in range(number)]
+    return Progress(worker_id=worker_id, lease_id=lease_id, group_id=group, turns=headers)
 
 
 @pytest.mark.parametrize("payloads", [[], [b"garbage"], [b"", b""], [b"\x91" * 10_000]])
@@ -238,13 +248,13 @@ RAW: dict[str, list[bytes]] = {
     "nothing": [b""],
     "nil": [b"\xc0"],
     "garbage": [random.Random(2).randbytes(1000)],
-    "JSON": [msgspec.json.encode(Result("w", []))],
+    "JSON": [msgspec.json.encode(Result(worker_id="w", episodes=[]))],
     "no type": [msgspec.msgpack.encode({"worker_id": "x"})],
     "an unknown type": [msgspec.msgpack.encode({"type": "Shutdown", "reason": "now"})],
     "a message to workers": [msgspec.msgpack.encode({"type": "Drain", "reason": "now"})],
     "a type of bytes": [msgspec.msgpack.encode({"type": b"Result"})],
-    "truncated": [wire.encode(Result("w", []))[:-4]],
-    "with a tail": [wire.encode(Result("w", [])) + b"\xc1"],
+    "truncated": [wire.encode(Result(worker_id="w", episodes=[]))[:-4]],
+    "with a tail": [wire.encode(Result(worker_id="w", episodes=[])) + b"\xc1"],
     "deep": [b"\x81\xa1a" * 50_000],
     "deep lists": [b"\x91" * 500_000],
     "promises a gigabyte": [b"\xdf\x40\x00\x00\x00"],
@@ -342,8 +352,14 @@ def test_hostile_worker_id_and_failure_class_are_treated_as_text(live: Live) -> 
     """A valid failure whose class has control characters; test_end.py checks all output."""
     with insider(live, HOSTILE) as peer:
         lease, member = peer.episode()
-        failure = Failure(HOSTILE, HOSTILE)
-        episode = Episode(lease.lease_id, lease.group_id, member, [], failure)
+        failure = Failure(failure_class=HOSTILE, detail=HOSTILE)
+        episode = Episode(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            member=member,
+            headers=[],
+            failure=failure,
+        )
         peer.submit([episode])
         before = live.rejected()
         peer.send(b"noise")

@@ -22,19 +22,32 @@ pytestmark = [pytest.mark.attacks, pytest.mark.part, pytest.mark.timeout(2 * SLO
 
 REWARD = forged("g0", 0, reward=1e6)
 MESSAGES: dict[str, list[Any]] = {
-    "worker's state": [WorkerState("rollout-9", 1000, [], {}, "p")],
-    "result": [Result("rollout-0", [REWARD.episode("g0.1.1")]), REWARD.payload()],
-    "result without payload": [Result("rollout-0", [REWARD.episode("g0.1.1")])],
-    "progress": [Progress("rollout-0", "g0.1.1", "g0", [TurnHeader(0, "agent", 0, 0)]), b"x"],
-    "trainer start": [trainer.TrainerStart(0, 1)],
-    "trainer start with a ticket": [trainer.TrainerStart(0, 1, 1 << 40)],
-    "batch request": [trainer.BatchRequest(0, 0, 1)],
-    "step report": [trainer.StepReport(0, [], {})],
-    "published": [trainer.Published(1000)],
-    "checkpointed": [trainer.Checkpointed(10**6, "/x")],
-    "unusable": [trainer.Unusable(0, {"g0": "I say so"})],
-    "evaluation": [trainer.EvalRequest(2**31)],
-    "finish": [trainer.Finish("a stranger says so")],
+    "worker's state": [
+        WorkerState(worker_id="rollout-9", capacity=1000, held=[], split_metrics={}, process="p")
+    ],
+    "result": [
+        Result(worker_id="rollout-0", episodes=[REWARD.episode("g0.1.1")]),
+        REWARD.payload(),
+    ],
+    "result without payload": [Result(worker_id="rollout-0", episodes=[REWARD.episode("g0.1.1")])],
+    "progress": [
+        Progress(
+            worker_id="rollout-0",
+            lease_id="g0.1.1",
+            group_id="g0",
+            turns=[TurnHeader(member=0, seat="agent", index=0, oldest_version=0)],
+        ),
+        b"x",
+    ],
+    "trainer start": [trainer.TrainerStart(step=0, world_size=1)],
+    "trainer start with a ticket": [trainer.TrainerStart(step=0, world_size=1, ticket=1 << 40)],
+    "batch request": [trainer.BatchRequest(step=0, rank=0, world_size=1)],
+    "step report": [trainer.StepReport(step=0, trained=[], metrics={})],
+    "published": [trainer.Published(version=1000)],
+    "checkpointed": [trainer.Checkpointed(step=10**6, path="/x")],
+    "unusable": [trainer.Unusable(step=0, groups={"g0": "I say so"})],
+    "evaluation": [trainer.EvalRequest(eval_id=2**31)],
+    "finish": [trainer.Finish(reason="a stranger says so")],
 }
 
 

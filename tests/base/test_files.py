@@ -98,7 +98,7 @@ def test_secret_and_names_are_private_under_every_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         create_secret(tmp_path / "names")
-        NameRegistry(tmp_path / "names").put("llm_server", "a", {"address": "x"})
+        NameRegistry(root=tmp_path / "names").put("llm_server", "a", {"address": "x"})
     finally:
         os.umask(before)
     assert mode(tmp_path / "names") == 0o700

@@ -85,6 +85,6 @@ class Command:
 
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch the preflight check so that it finds a server."""
-    server = Entry("llm_server", "a", {"context_length": 512}, age_s=0.0)
+    server = Entry(role="llm_server", id="a", value={"context_length": 512}, age_s=0.0)
     monkeypatch.setattr(sampling.preflight, "find_servers", lambda config, model: [server])
     monkeypatch.setattr(sampling.log, "setup", lambda *_: None)  # the captured stderr is closed

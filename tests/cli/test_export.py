@@ -29,7 +29,7 @@ def make_run(folder: Path, *overrides: str, head: str = "lm") -> RunPaths:
     config = configs.load(ExperimentConfig, empty, words)
     options = config.trainer.offline if config.trainer.is_offline else config.trainer.ppo
     world = World.init(threads=1, seed=1)
-    training = Training(options.optimizer, options.lr, 10)
+    training = Training(optimizer=options.optimizer, lr=options.lr, total_updates=10)
     engine = make_engine(config, training=training, head=head)  # type: ignore[arg-type]
     for step in (2, 4):
         for parameter in engine.module.parameters():

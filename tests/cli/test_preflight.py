@@ -206,7 +206,13 @@ def test_estimate_of_the_one_gpu_guide_fits_its_gpu(tmp_path: Path) -> None:
     (tmp_path / "one_gpu.yaml").write_text(ONE_GPU[1])
     config = configs.load(ExperimentConfig, tmp_path / "one_gpu.yaml", [])
     prompt = "What is 17 * 23? " * 10
-    longest = longest_request(config, [Task("t", prompt, "1", {}), Task("u", "short", "1", {})])
+    longest = longest_request(
+        config,
+        [
+            Task(task_id="t", prompt=prompt, ground_truth="1", extra_info={}),
+            Task(task_id="u", prompt="short", ground_truth="1", extra_info={}),
+        ],
+    )
     system = "Reason step by step, and put your final answer into \\boxed{}."
     assert longest == 1024 + len(prompt) + len(system) + 64
     model = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}
@@ -219,7 +225,12 @@ def test_estimate_of_the_one_gpu_guide_fits_its_gpu(tmp_path: Path) -> None:
 def test_conversations_of_several_turns_may_fill_the_context() -> None:
     file = configs.CONFIG_DIR / "env/tic_tac_toe.yaml"
     config = configs.load(ExperimentConfig, file, [])
-    assert longest_request(config, [Task("t", "play", None, {})]) is None
+    assert (
+        longest_request(
+            config, [Task(task_id="t", prompt="play", ground_truth=None, extra_info={})]
+        )
+        is None
+    )
 
 
 def test_longest_request_is_bounded_by_the_context(words: list[str], capsys: Any) -> None:

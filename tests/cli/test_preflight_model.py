@@ -248,10 +248,12 @@ def test_prompts_that_the_tokenizer_cannot_encode_are_reported(
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 64, "content": "ab"})
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match=r"row t: the tokenizer .* makes 64 of .* has 64 tokens"):
-        check_tokens(str(model), [Task("t", "1ab", None, {})])
+        check_tokens(
+            str(model), [Task(task_id="t", prompt="1ab", ground_truth=None, extra_info={})]
+        )
     file.write_text("[]")
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
-        check_tokens(str(model), [Task("t", "1", None, {})])
+        check_tokens(str(model), [Task(task_id="t", prompt="1", ground_truth=None, extra_info={})])
 
 
 def test_prompts_of_environments_with_their_own_prompts_are_not_tokenized(model: Path) -> None:
@@ -263,7 +265,11 @@ def test_prompts_of_environments_with_their_own_prompts_are_not_tokenized(model:
         env = replace(collector, env=replace(collector.env, type=kind))
         ppo = replace(given.trainer.ppo, collector=env)
         config = replace(given, trainer=replace(given.trainer, ppo=ppo))
-        check_prompts(config, [Task("t", "click-test", None, {})], [4096])
+        check_prompts(
+            config,
+            [Task(task_id="t", prompt="click-test", ground_truth=None, extra_info={})],
+            [4096],
+        )
 
     check("browser")
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):

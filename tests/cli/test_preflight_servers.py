@@ -71,7 +71,10 @@ def test_tokenizer_is_loaded_only_if_a_prompt_may_be_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(ExperimentConfig(), model=ModelConfig(path=str(tmp_path)))
-    short, long = (Task(f"t{size}", "x" * size, None, {}) for size in (100, 700))
+    short, long = (
+        Task(task_id=f"t{size}", prompt="x" * size, ground_truth=None, extra_info={})
+        for size in (100, 700)
+    )
 
     class Loaded(Exception):
         pass

@@ -38,7 +38,9 @@ def make(tmp_path: Path) -> Make:
             base_config.save(begun, paths.configs / f"{n:06d}.yaml")
         ledger = Ledger(paths.ledger, fingerprint={})
         for step, count in enumerate(ranks):
-            ledger.train(StepReport(step, [], {}, count, fingerprint))
+            ledger.train(
+                StepReport(step=step, trained=[], metrics={}, ranks=count, fingerprint=fingerprint)
+            )
         ledger.commit()
         ledger.close()
         return paths
@@ -49,26 +51,26 @@ def make(tmp_path: Path) -> Make:
 def test_constant_number_of_ranks_is_one_segment(make: Make) -> None:
     paths = make(2, 2, 2)
     config = paths.configs / "000000.yaml"
-    assert segments(paths, None) == [Segment(config, 2, 3)]
-    assert segments(paths, 2) == [Segment(config, 2, 2)]
-    assert segments(paths, 9) == [Segment(config, 2, 3)]
+    assert segments(paths, None) == [Segment(config=config, ranks=2, stop=3)]
+    assert segments(paths, 2) == [Segment(config=config, ranks=2, stop=2)]
+    assert segments(paths, 9) == [Segment(config=config, ranks=2, stop=3)]
 
 
 def test_changed_ranks_or_config_start_a_segment(make: Make) -> None:
     paths = make(1, 1, 1, 2, 2, 2, starts=(0, 2, 4))
     first, second, third = (paths.configs / f"{n:06d}.yaml" for n in (0, 2, 4))
     assert segments(paths, None) == [
-        Segment(first, 1, 2),
-        Segment(second, 1, 3),
-        Segment(second, 2, 4),
-        Segment(third, 2, 6),
+        Segment(config=first, ranks=1, stop=2),
+        Segment(config=second, ranks=1, stop=3),
+        Segment(config=second, ranks=2, stop=4),
+        Segment(config=third, ranks=2, stop=6),
     ]
-    assert segments(paths, 3)[-1] == Segment(second, 1, 3)
+    assert segments(paths, 3)[-1] == Segment(config=second, ranks=1, stop=3)
 
 
 def test_restart_without_changes_starts_no_segment(make: Make) -> None:
     paths = make(1, 1, 1, starts=(0, 2), same=True)
-    assert segments(paths, None) == [Segment(paths.configs / "000000.yaml", 1, 3)]
+    assert segments(paths, None) == [Segment(config=paths.configs / "000000.yaml", ranks=1, stop=3)]
 
 
 def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
@@ -78,7 +80,7 @@ def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
     older = text.replace("cluster:\n", "cluster:\n  name_store: etcd\n  etcd: h1:2379\n")
     assert older != text
     file.write_text(older)
-    assert segments(paths, None) == [Segment(file, 1, 1)]
+    assert segments(paths, None) == [Segment(config=file, ranks=1, stop=1)]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def used(config: ExperimentConfig) -> ExperimentConfig:
     paths = run_paths(config)
     ledger = Ledger(paths.ledger, fingerprint=identity(config, ROWS))
     for step in range(7):
-        ledger.train(StepReport(step, [], {}))
+        ledger.train(StepReport(step=step, trained=[], metrics={}))
     for step in (2, 4, 6):
         path = paths.checkpoints / f"step-{step:06d}"
         (checkpoint.begin(path) / "weights").write_text("abc")

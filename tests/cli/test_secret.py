@@ -45,10 +45,10 @@ def test_secret_is_not_rotated_during_a_run(
     words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = create_secret(folder)
-    NameRegistry(folder).put("datapipe", "0", {"address": "tcp://127.0.0.1:1"})
+    NameRegistry(root=folder).put("datapipe", "0", {"address": "tcp://127.0.0.1:1"})
     assert main([*words, "--rotate"]) == 2
     assert "datapipe 0 uses the secret. Stop the trial first." in capsys.readouterr().err
     assert read_secret(folder) == made
-    NameRegistry(folder).remove("datapipe", "0")
+    NameRegistry(root=folder).remove("datapipe", "0")
     assert main([*words, "--rotate"]) == 0
     assert read_secret(folder) not in (None, made)

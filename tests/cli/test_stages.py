@@ -27,7 +27,9 @@ def write(tmp_path: Path) -> Write:
 
 
 def parse(*argv: str | Path) -> list[options.Layers]:
-    line = options.CommandLine("train.py", "", ExperimentConfig, Path("default.yaml"))
+    line = options.CommandLine(
+        command="train.py", description="", schema=ExperimentConfig, default=Path("default.yaml")
+    )
     return line.parse_stages([str(word) for word in argv])
 
 
@@ -36,14 +38,14 @@ def load(*argv: str | Path) -> list[ExperimentConfig]:
 
 
 def test_then_splits_the_command_line_into_stages() -> None:
-    assert parse("a=1") == [options.Layers([Path("default.yaml")], ["a=1"])]
+    assert parse("a=1") == [options.Layers(files=[Path("default.yaml")], overrides=["a=1"])]
     assert parse("a=1", "--config", "x.yaml", "b=2", "--config=y.yaml") == [
-        options.Layers([Path("x.yaml"), Path("y.yaml")], ["a=1", "b=2"])
+        options.Layers(files=[Path("x.yaml"), Path("y.yaml")], overrides=["a=1", "b=2"])
     ]
     assert parse("a=1", "--then", "x.yaml", "--config", "y.yaml", "b=2", "--then=z.yaml") == [
-        options.Layers([Path("default.yaml")], ["a=1"]),
-        options.Layers([Path("x.yaml"), Path("y.yaml")], ["b=2"]),
-        options.Layers([Path("z.yaml")], []),
+        options.Layers(files=[Path("default.yaml")], overrides=["a=1"]),
+        options.Layers(files=[Path("x.yaml"), Path("y.yaml")], overrides=["b=2"]),
+        options.Layers(files=[Path("z.yaml")], overrides=[]),
     ]
 
 

@@ -26,7 +26,7 @@ from tests.waiting import until
 EPISODES = """
 from arealite.system.health.waits import Wait
 async def generate(number):
-    with Wait(f"generation g{number}/0", owner="llm client", on="llm_server-a", seconds=300):
+    with Wait(what=f"generation g{number}/0", owner="llm client", on="llm_server-a", seconds=300):
         await asyncio.Event().wait()
 async def main():
     vitals.watch(asyncio.get_running_loop())
@@ -37,7 +37,7 @@ asyncio.run(main())
 HANGS = """
 from arealite.system.health.waits import Wait
 async def environment():
-    with Wait("episode g7/0 (train-3)", owner="collector", on="environment mine", seconds=600):
+    with Wait(what="episode g7/0 (train-3)", owner="collector", on="environment mine", seconds=600):
         await asyncio.Event().wait()
 def others(number):
     exec(f"async def other{number}(): await asyncio.Event().wait()", globals())

@@ -111,7 +111,7 @@ def test_model_flag_starts_a_server_only_if_there_is_none(tmp_path: Path, monkey
     assert sampling.with_defaults(own, {"--model"}, "eval") == own
     far = replace(config, llm_server=replace(config.llm_server, addresses=["h:1"]))
     assert sampling.with_defaults(far, {"--model"}, "eval") == far
-    live = [Entry("llm_server", "a", {}, age_s=0.0)]
+    live = [Entry(role="llm_server", id="a", value={}, age_s=0.0)]
     monkeypatch.setattr(sampling.NameRegistry, "list", lambda *_: live)
     assert sampling.with_defaults(config, {"--model"}, "eval") == config
 

@@ -19,7 +19,13 @@ AGENTS = [
 ]
 GENERATING = [name for name in AGENTS if name != "scripted"]
 """Agents that sample through a client: the trial's client or, if frozen, their own."""
-SEAT = Seat("left", "group-3", "lease-1/2", 5, SamplingConfig(temperature=0.25))
+SEAT = Seat(
+    name="left",
+    group_id="group-3",
+    episode_id="lease-1/2",
+    min_version=5,
+    sampling=SamplingConfig(temperature=0.25),
+)
 
 
 def make(name: str) -> Agent:

@@ -92,7 +92,13 @@ async def test_stream_is_cumulative_and_ends_with_the_finish_reason(server: Back
 @pytest.mark.sglang_short
 async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None:
     told: list[list[int]] = []
-    request = LLMRequest("r", "g", PROMPT, SamplingConfig(), on_tokens=told.append)
+    request = LLMRequest(
+        request_id="r",
+        group_id="g",
+        input_ids=PROMPT,
+        sampling=SamplingConfig(),
+        on_tokens=told.append,
+    )
     stream = wire.Stream(request)
     sampling = {"max_new_tokens": 30, "ignore_eos": True, "stream_interval": 8}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}

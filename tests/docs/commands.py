@@ -139,7 +139,9 @@ def check_config(name: str, words: list[str], command: Command) -> None:
     kept = [w for w in words if not PLACEHOLDER.fullmatch(w) and not w.startswith("imports=")]
     kept = [w for w in kept if not any(f".{name}." in w or f"={name}" in w for name in own)]
     schema, default = SCHEMAS[name]
-    line = options.CommandLine(name, "", schema, ROOT / "config" / default)
+    line = options.CommandLine(
+        command=name, description="", schema=schema, default=ROOT / "config" / default
+    )
     for stage in line.parse_stages(kept):
         files = [file if file.is_absolute() else ROOT / file for file in stage.files]
         missing = {file.name for file in files if not file.is_file()}

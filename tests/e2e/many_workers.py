@@ -82,7 +82,9 @@ def train_one_step(rank: Any) -> None:
     from arealite.api.trainer_messages import StepReport
 
     batch, _ = rank.next_batch(0)
-    rank.report(StepReport(0, [header.trajectory_id for header in batch.headers], {}))
+    rank.report(
+        StepReport(step=0, trained=[header.trajectory_id for header in batch.headers], metrics={})
+    )
 
 
 async def site(root: Path) -> None:
@@ -97,9 +99,12 @@ async def site(root: Path) -> None:
     scaling.CONFIRM_PERIODS = 2
     config, slow = configured(root), root / "slow"
     slow.touch()
-    tasks = [Task(f"train-{row}", "?", None, {"slow": str(slow)}) for row in range(64)]
+    tasks = [
+        Task(task_id=f"train-{row}", prompt="?", ground_truth=None, extra_info={"slow": str(slow)})
+        for row in range(64)
+    ]
     names = NameRegistry.of(config)
-    pipe = Datapipe(config, train=tasks, eval=[], registry=names)
+    pipe = Datapipe(config=config, train=tasks, eval=[], registry=names)
 
     def load() -> dict[str, object]:
         idle = {"running": 1, "waiting": 0, "capacity": 64}
@@ -107,9 +112,9 @@ async def site(root: Path) -> None:
         return {"address": "scripted", "load": idle if slow.exists() else overloaded}
 
     def trainer() -> TrainerLink:
-        rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, secret=names.secret)
+        rank = TrainerLink(resolve=lambda: pipe.address, rank=0, world_size=1, secret=names.secret)
         rank.start(0)
-        rank.report(Published(0))
+        rank.report(Published(version=0))
         return rank
 
     def live() -> list[int]:
@@ -132,7 +137,7 @@ async def site(root: Path) -> None:
         reached["left"] = [name for name, w in pipe.workers.by_id.items() if w.route is not None]
         await in_thread(lambda: train_one_step(rank))
         (root / "reached").write_text(json.dumps(reached))  # the trainer's processes exit
-        await in_thread(lambda: (rank.report(Finish("done")), rank.close()))
+        await in_thread(lambda: (rank.report(Finish(reason="done")), rank.close()))
         await running
 
 
@@ -141,7 +146,7 @@ async def work(root: Path, index: int) -> None:
     config = configured(root)
     names = NameRegistry.of(config)
     link = WorkerLink(
-        lambda: names.address("datapipe"),
+        resolve=lambda: names.address("datapipe"),
         worker_id=f"rollout-{index}@host",
         capacity=EACH,
         secret=names.secret,

@@ -15,7 +15,7 @@ from tests.examples.conftest import EXAMPLES
 from tests.impl.browser.sites import LACKING
 from tests.models import tiny_model
 
-LOOPS = {"rl_loop": 200, "async_loop": 75}
+LOOPS = {"rl_loop": 210, "async_loop": 75}
 """Examples without options, with their maximum number of lines."""
 FILES = sorted(EXAMPLES.glob("[a-z]*.py"))
 

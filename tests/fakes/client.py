@@ -19,7 +19,13 @@ def response(
 ) -> LLMResponse:
     """Return a response of one version."""
     count = len(ids)
-    return LLMResponse(ids, [-0.5] * count, [version] * count, stop_reason, interruptions)
+    return LLMResponse(
+        output_ids=ids,
+        logprobs=[-0.5] * count,
+        versions=[version] * count,
+        stop_reason=stop_reason,
+        interruptions=interruptions,
+    )
 
 
 class ScriptedClient(LLMClient):

@@ -22,7 +22,7 @@ class WaitExpirer:
         monkeypatch.setattr(module, "Wait", self._make)
 
     def _make(self, what: str, **limits: Any) -> Wait:
-        wait = Wait(what, **limits)
+        wait = Wait(what=what, **limits)
         self._waits.append((asyncio.get_running_loop(), wait))
         return wait
 

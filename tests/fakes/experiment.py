@@ -50,5 +50,14 @@ def lease(
     version: int = 0,
 ) -> Lease:
     """Return a lease of the group `g<number>`."""
-    task = Task(f"{split}-{number}", prompt, ground_truth, {})
-    return Lease(f"l{number}", f"g{number}", split, task, list(range(members)), version)
+    task = Task(
+        task_id=f"{split}-{number}", prompt=prompt, ground_truth=ground_truth, extra_info={}
+    )
+    return Lease(
+        lease_id=f"l{number}",
+        group_id=f"g{number}",
+        split=split,
+        task=task,
+        members=list(range(members)),
+        version=version,
+    )

@@ -23,7 +23,7 @@ from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-TASK = Task("train-0", "1+1=", "2", {})
+TASK = Task(task_id="train-0", prompt="1+1=", ground_truth="2", extra_info={})
 
 
 class Foreign(Agent):

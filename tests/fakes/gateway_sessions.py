@@ -76,7 +76,13 @@ class GatewaySessions:
         made = lease(number)
         agents: dict[str, Agent] = {}
         for name in seats:
-            seat = Seat(name, made.group_id, f"{made.lease_id}/0", 0, self.sampling)
+            seat = Seat(
+                name=name,
+                group_id=made.group_id,
+                episode_id=f"{made.lease_id}/0",
+                min_version=0,
+                sampling=self.sampling,
+            )
             agents[name] = SeatAgent(None, client=self.client, tokenizer=self.tokenizer, seat=seat)
         session = self.gateway.open(made.task, agents)
         session.number = number  # type: ignore[attr-defined]

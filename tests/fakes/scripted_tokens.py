@@ -134,7 +134,15 @@ class ScriptedTokens(LLMClient):
                 self.version += 1
                 interruptions += 1
                 if request.on_partial:
-                    request.on_partial(LLMResponse([*ids], [*logprobs], [*versions], "", 1))
+                    request.on_partial(
+                        LLMResponse(
+                            output_ids=[*ids],
+                            logprobs=[*logprobs],
+                            versions=[*versions],
+                            stop_reason="",
+                            interruptions=1,
+                        )
+                    )
             ids.append(token)
             logprobs.append(_float32(-5 * rng.random()))
             versions.append(self.version)
@@ -144,7 +152,13 @@ class ScriptedTokens(LLMClient):
         self.interruptions += interruptions
         sampled = (request.request_id, digest(request.input_ids), [*ids], [*logprobs], [*versions])
         self.log.append(Sampled(*sampled, request.sampling.temperature))
-        return LLMResponse(ids, logprobs, versions, reason or "stop", interruptions)
+        return LLMResponse(
+            output_ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            stop_reason=reason or "stop",
+            interruptions=interruptions,
+        )
 
     async def _tell(self, request: LLMRequest, ids: list[int], told: int) -> int:
         """Pass new tokens to the request; return the number of tokens passed so far."""

@@ -119,7 +119,7 @@ class Case:
             self.difference, self.bound = difference, bound
 
     def engine(self, **config: Any) -> FSDPEngine:
-        training = Training(UPDATE, LR, 10)
+        training = Training(optimizer=UPDATE, lr=LR, total_updates=10)
         return FSDPEngine(
             FSDPConfig(**config), model_path=str(self.path), seed=0, training=training
         )
@@ -238,7 +238,7 @@ def update(model: Any, rows: list[Sequence]) -> None:
         fields = {key: torch.from_numpy(value[mask]) for key, value in row.fields.items()}
         zeros = torch.zeros(int(mask.sum()), dtype=torch.int64)
         outputs = {"logprobs": logprobs, "entropy": entropy}
-        total = total + LOSS(LossInput(outputs, zeros, fields))[0]
+        total = total + LOSS(LossInput(outputs=outputs, rows_N=zeros, fields=fields))[0]
     total.backward()
     clip_grad_norm_(params, CLIP)
     optimizer.step()
@@ -334,7 +334,7 @@ async def compare_answers(case: Case, address: str, reference: Any, what: str) -
         tokens = np.array(prompt + said["output_ids"], np.int32)
         mask = np.arange(len(tokens)) >= len(prompt)
         fields = {"logprobs": np.array(logprobs, np.float32)}
-        return Sequence(tokens, mask, 0.8, fields)
+        return Sequence(tokens=tokens, loss_mask=mask, temperature=0.8, fields=fields)
 
     async with aiohttp.ClientSession() as session:
         rows = await asyncio.gather(*(answer(session, prompt) for prompt in prompts))

@@ -62,7 +62,7 @@ class Sampler(WeightPublisher):
         return False
 
     def push(self, version: int) -> PublishReport:
-        return PublishReport(version)
+        return PublishReport(version=version)
 
     def close(self) -> None:
         pass
@@ -106,7 +106,7 @@ class Task:
         """Mean reward of each step's batch, filtered groups included."""
 
     def start(self, step: int) -> TrainerReady:
-        return TrainerReady(step, 0)
+        return TrainerReady(step=step, rolled_back_groups=0)
 
     def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]]:
         groups, size = self.ppo.num_groups, self.ppo.collector.group_size
@@ -128,7 +128,14 @@ class Task:
         self.rewards.append(float(np.mean(seen)))
         headers, count = [header for header, _ in played], len(played)
         cut = [number // size * self.ppo.updates // groups for number in range(count)]
-        made = Batch(step, headers, [0] * count, cut, list(range(count)), waits={})
+        made = Batch(
+            step=step,
+            headers=headers,
+            ranks=[0] * count,
+            minibatches=cut,
+            mine=list(range(count)),
+            waits={},
+        )
         return made, [payload for _, payload in played]
 
     def report(self, message: FromTrainer) -> None:
@@ -197,7 +204,7 @@ def learn(
     sampler = Sampler(kit / "model", seed=seed, staleness=staleness)
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
     connect: Any = lambda: task  # noqa: E731
-    parts = Components(world, connect=connect, publisher=sampler, **load_ppo_engines(config))
+    parts = Components(world=world, connect=connect, publisher=sampler, **load_ppo_engines(config))
     with contextlib.redirect_stdout(None):
         PPOTrainer(config, parts).train()
     return before, accuracy(kit, sampler)

@@ -58,7 +58,7 @@ class Rollout:
     """A worker, its client, and the answers of servers by request id (without the attempt)."""
 
     def __init__(self, config: ExperimentConfig, monkeypatch: Any) -> None:
-        self.names = NameRegistry(name_dir(config), ttl_s=600.0)
+        self.names = NameRegistry(root=name_dir(config), ttl_s=600.0)
         self.client = Client(config, config.trainer.ppo.collector.client)
         self.link = FakeLink()
         self.worker = RolloutWorker(

@@ -45,7 +45,7 @@ def request(**settings: object) -> LLMRequest:
     fields = {"max_new_tokens": 8} | {k: v for k, v in settings.items() if k != "input_ids"}
     sampling = SamplingConfig(**fields)  # type: ignore[arg-type]
     ids = settings.get("input_ids", [5, 6, 7])
-    return LLMRequest("r", "g", ids, sampling)  # type: ignore[arg-type]
+    return LLMRequest(request_id="r", group_id="g", input_ids=ids, sampling=sampling)  # type: ignore[arg-type]
 
 
 @pytest.mark.sglang_short
@@ -91,7 +91,13 @@ async def test_each_token_is_streamed_once_across_an_update(
     told: list[list[int]] = [[] for _ in range(8)]
     async with rollout(tmp_path, monkeypatch, sglang_server) as run:
         requests = [
-            LLMRequest(f"s{n}", "g", [5, 6, 7 + n], scenes.EXACT, on_tokens=ids.extend)
+            LLMRequest(
+                request_id=f"s{n}",
+                group_id="g",
+                input_ids=[5, 6, 7 + n],
+                sampling=scenes.EXACT,
+                on_tokens=ids.extend,
+            )
             for n, ids in enumerate(told)
         ]
         answers = asyncio.gather(*map(run.client.generate, requests))

@@ -35,7 +35,7 @@ class Wrapper:
     """The command as a user runs it, in a separate folder."""
 
     def __init__(self, folder: Path, model: Path, *overrides: str) -> None:
-        self.registry = NameRegistry(folder / "names/u/arealite/t")
+        self.registry = NameRegistry(root=folder / "names/u/arealite/t")
         self.shown = folder / "shown.log"
         words = [
             "llm_server.type=sglang",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 400
 """Length from which a queue of episodes or statements counts as unbounded."""
-SIGN_OF_LIFE = wire.encode(Ack(0))
+SIGN_OF_LIFE = wire.encode(Ack(checksum=0))
 
 
 class Checks:

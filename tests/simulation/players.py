@@ -94,7 +94,13 @@ class SimClient(LLMClient):
 
 
 def _response(ids: list[int], versions: list[int], reason: str, interruptions: int) -> LLMResponse:
-    return LLMResponse(list(ids), [logprob(i) for i in ids], list(versions), reason, interruptions)
+    return LLMResponse(
+        output_ids=list(ids),
+        logprobs=[logprob(i) for i in ids],
+        versions=list(versions),
+        stop_reason=reason,
+        interruptions=interruptions,
+    )
 
 
 def logprob(token: int) -> float:

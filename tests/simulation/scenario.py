@@ -182,7 +182,12 @@ class Scenario:
     def tasks(self, count: int, split: str) -> list[Task]:
         """Return the rows of a split."""
         return [
-            Task(f"{split}-{row}", "?", None, {"data_source": "simulated", "level": level_of(row)})
+            Task(
+                task_id=f"{split}-{row}",
+                prompt="?",
+                ground_truth=None,
+                extra_info={"data_source": "simulated", "level": level_of(row)},
+            )
             for row in range(count)
         ]
 

@@ -208,7 +208,7 @@ class Simulation:
         """Run the datapipe process."""
         scenario = self.scenario
         pipe = self.pipe = Datapipe(
-            scenario.experiment(self.root),
+            config=scenario.experiment(self.root),
             train=scenario.tasks(scenario.rows, "train"),
             eval=scenario.tasks(scenario.eval_rows, "eval"),
             registry=None,
@@ -238,7 +238,7 @@ class Simulation:
         """Run a rollout worker process."""
         await asyncio.sleep(self.rng.uniform(0.1, 0.6))  # imports
         link = WorkerLink(
-            self.resolve,
+            resolve=self.resolve,
             worker_id=name,
             capacity=self.scenario.concurrency,
             context=object(),  # type: ignore[arg-type]

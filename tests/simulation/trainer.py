@@ -110,7 +110,7 @@ class Rank:
 
     def _connect(self) -> Any:
         return async_link()(
-            self.sim.resolve, rank=self.rank, world_size=self.group.ranks, context=object()
+            resolve=self.sim.resolve, rank=self.rank, world_size=self.group.ranks, context=object()
         )
 
     async def _meet(self, name: str, value: Any = None) -> list[Any]:
@@ -124,7 +124,13 @@ class Rank:
             await self.update(batch)
             if self.lead:
                 trained = [header.trajectory_id for header in batch.headers]
-                report = StepReport(step, trained, {}, self.group.ranks, f"{step:016x}")
+                report = StepReport(
+                    step=step,
+                    trained=trained,
+                    metrics={},
+                    ranks=self.group.ranks,
+                    fingerprint=f"{step:016x}",
+                )
                 await self.link.report(report)
                 self.sim.promise("step", step)
             step += 1
@@ -195,7 +201,7 @@ class Rank:
             await asyncio.sleep(self.sim.rng.uniform(0.005, 0.2))
             if index not in self.sim.dead_servers:
                 servers.set(index, version)
-        await self.push_link.report(Published(version))
+        await self.push_link.report(Published(version=version))
 
     async def settle(self) -> None:
         if self.pushed is not None:
@@ -233,7 +239,9 @@ class Rank:
             self.evaluate(step)
             await self.collect(wait=True)
         if self.lead:
-            await self.link.report(Finish("all steps are trained" if finished else "asked to stop"))
+            await self.link.report(
+                Finish(reason="all steps are trained" if finished else "asked to stop")
+            )
 
     # ------------------------------------------------------------ evaluations
 

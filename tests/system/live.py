@@ -81,7 +81,7 @@ class Live:
     def connect(self, *, rank: int = 0, world_size: int = 1) -> TrainerLink:
         """Return the link of a rank."""
         return TrainerLink(
-            lambda: self.address, rank=rank, world_size=world_size, context=self.context
+            resolve=lambda: self.address, rank=rank, world_size=world_size, context=self.context
         )
 
     async def trainer(self, body: Body) -> Any:
@@ -129,13 +129,13 @@ StartPipe = Callable[..., Awaitable[Live]]
 def begin(link: TrainerLink) -> None:
     """Start a trainer at step 0, and publish its version."""
     link.start(0)
-    link.report(Published(0))
+    link.report(Published(version=0))
 
 
 def finish(link: TrainerLink, config: ExperimentConfig, step: int) -> None:
     """Report the last checkpoint and the end of the run."""
     link.report(saved(config, step))
-    link.report(Finish("test over"))
+    link.report(Finish(reason="test over"))
 
 
 def next_ids(link: TrainerLink, step: int) -> list[str]:
@@ -159,7 +159,7 @@ def train(
     """Train with one rank; return the trajectory ids of each step."""
     seen: list[list[str]] = []
     assert link.start(first).step == first
-    link.report(Published(first))
+    link.report(Published(version=first))
     max_staleness = config.trainer.ppo.max_staleness
     for step in range(first, first + steps):
         answer = link.next_batch(step)
@@ -169,8 +169,8 @@ def train(
         assert all(step - h.oldest_version <= max_staleness for h in batch.headers)
         seen.append([h.trajectory_id for h in batch.headers])
         on_step(step)
-        link.report(StepReport(step, seen[-1], {}))
-        link.report(Published(step + 1))
+        link.report(StepReport(step=step, trained=seen[-1], metrics={}))
+        link.report(Published(version=step + 1))
     if finishes:
         finish(link, config, first + steps)
     link.close()

@@ -27,7 +27,12 @@ from tests.waiting import settle
 
 def tasks(count: int, split: str = "train") -> list[Task]:
     return [
-        Task(f"{split}-{row}", "1 + 1 =", "2", {"data_source": f"s{row % 2}"})
+        Task(
+            task_id=f"{split}-{row}",
+            prompt="1 + 1 =",
+            ground_truth="2",
+            extra_info={"data_source": f"s{row % 2}"},
+        )
         for row in range(count)
     ]
 
@@ -80,11 +85,23 @@ def header(
 def episode(lease: Lease, member: int, **fields: Any) -> Episode:
     fields = {"version": lease.version, **fields}
     made = header(lease.group_id, member, **fields)
-    return Episode(lease.lease_id, lease.group_id, member, [made], None)
+    return Episode(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        member=member,
+        headers=[made],
+        failure=None,
+    )
 
 
 def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
-    return Episode(lease.lease_id, lease.group_id, member, [], Failure(name, "by the test"))
+    return Episode(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        member=member,
+        headers=[],
+        failure=Failure(failure_class=name, detail="by the test"),
+    )
 
 
 def payload(header: TrajectoryHeader) -> bytes:
@@ -137,7 +154,9 @@ class FakeWorker:
         script: Callable[[Lease, int], Episode | None] | None = None,
         seed: int = 0,
     ) -> None:
-        self.link = WorkerLink(resolve, worker_id=worker_id, capacity=capacity, context=context)
+        self.link = WorkerLink(
+            resolve=resolve, worker_id=worker_id, capacity=capacity, context=context
+        )
         self.script = script or (lambda lease, member: episode(lease, member, reward=member % 2))
         self.leases: list[Lease] = []
         self.random = random.Random(seed)

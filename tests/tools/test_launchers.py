@@ -108,7 +108,9 @@ def test_command_line_of_the_unit_is_valid() -> None:
     python, script, *words = unit()["Service"]["ExecStart"].split()
     assert python.endswith("/.venv/bin/python") and (FOLDER.parent / script).is_file()
     default = configs.CONFIG_DIR / "async_ppo.yaml"
-    layers = options.CommandLine("x", "", ExperimentConfig, default).parse(words)
+    layers = options.CommandLine(
+        command="x", description="", schema=ExperimentConfig, default=default
+    ).parse(words)
     config = configs.load(ExperimentConfig, layers.files, layers.overrides)
     assert (config.trial_name, config.launcher.llm_servers) == ("unattended", 1)
 
@@ -153,7 +155,9 @@ def test_grpo_dry_run_checks_its_config_and_starts_nothing(tmp_path: Path) -> No
     words = shlex.split(done.stdout.splitlines()[0])
     assert words[:2] == [sys.executable, str(FOLDER.parent / "train.py")]
     default = configs.CONFIG_DIR / "async_ppo.yaml"
-    layers = options.CommandLine("x", "", ExperimentConfig, default).parse(words[2:])
+    layers = options.CommandLine(
+        command="x", description="", schema=ExperimentConfig, default=default
+    ).parse(words[2:])
     config = configs.load(ExperimentConfig, layers.files, layers.overrides)
     ppo = config.trainer.ppo
     assert (config.launcher.llm_servers, ppo.collector.group_size) == (1, 4)

@@ -21,7 +21,9 @@ def test_examples_have_valid_calls_and_correct_answers() -> None:
         _, calls = read_calls(answer, HERMES)
         ways.add((len(prompt), len(calls)))
         if calls:
-            assert calls == (ToolCall("call_0", "calculator", {"expression": task}),)
+            assert calls == (
+                ToolCall(call_id="call_0", name="calculator", arguments={"expression": task}),
+            )
         else:
             assert answer == evaluate(task)
     assert ways == {(1, 0), (1, 1), (3, 0)}

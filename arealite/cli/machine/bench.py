@@ -28,7 +28,7 @@ from arealite.impl.trainer.world import World
 SEED = 1
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Bench:
     """The input of a check, and the numbers and failures that it reports."""
 

@@ -64,7 +64,7 @@ NUM_STEP_ROWS = 8
 """Rows of the batch of `step`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSize:
     """Size of the model of `step`, and of its batch."""
 

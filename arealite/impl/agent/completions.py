@@ -28,19 +28,19 @@ class FixedPolicyFailed(EpisodeError, failure_class="fixed_policy"):
     """The model of a fixed policy gave no answer."""
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, kw_only=True):
     """A chat message."""
 
     content: str
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, kw_only=True):
     """One of the completions in an answer."""
 
     message: Message
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, kw_only=True):
     """The JSON body of an answer."""
 
     choices: list[Choice]
@@ -139,7 +139,7 @@ class Completions:
 
     async def _try(self, body: dict[str, object], owner: str) -> str:
         wait = Wait(
-            "an answer of a fixed policy",
+            what="an answer of a fixed policy",
             owner=owner,
             on=f"endpoint {urlsplit(self.url).netloc}",
             seconds=self.config.timeout_s,

@@ -30,7 +30,7 @@ _warned: set[str] = set()
 """Templates that this process has warned about."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Piece:
     """Consecutive tokens of the conversation: text of the template, or one sampled answer."""
 
@@ -106,7 +106,7 @@ class History:
             self._warn(past, prompt)
             self.pieces = []
             ids = encode(self.tokenizer, prompt)
-        self.pieces.append(Piece(ids, new_text))
+        self.pieces.append(Piece(ids=ids, text=new_text))
         return [token for piece in self.pieces for token in piece.ids]
 
     @cached_property
@@ -157,7 +157,7 @@ class History:
         """
         ids = response.output_ids
         sampled_text = self.decode(ids)
-        self.pieces.append(Piece(ids, sampled_text))
+        self.pieces.append(Piece(ids=ids, text=sampled_text))
         answer = sampled_text
         if ids and response.stop_reason == "stop":
             answer = sampled_text.removesuffix(ending(self.tokenizer, ids[-1]))

@@ -51,7 +51,7 @@ class ToolUseAgent(ChatAgent):
             other_format = foreign(text_around, tool_names)
             if other_format:
                 error = f"the call has the format {other_format}, not {family.name}"
-                calls = (ToolCall(call_ids.format(0), "", {}, error),)
+                calls = (ToolCall(call_id=call_ids.format(0), name="", arguments={}, error=error),)
                 self.warn(other_format, text_around)
         calls = tuple(check_name(call, tool_names) for call in calls)
         num_malformed = sum(bool(call.error) for call in calls)

@@ -30,7 +30,7 @@ class BadAction(ValueError):
     """The agent's text is not a valid action. The agent gets the error's text."""
 
 
-class Command(msgspec.Struct, frozen=True):
+class Command(msgspec.Struct, frozen=True, kw_only=True):
     """One parsed action."""
 
     verb: str
@@ -62,7 +62,7 @@ def parse(answer: str) -> Command:
     if verb != "stop" and not argument:
         example = "Enter" if verb == "press" else "url"
         raise BadAction(f"{verb} what? As in: {verb} [{example}]")
-    return Command(verb, None, argument)
+    return Command(verb=verb, element=None, argument=argument)
 
 
 def _with_id(verb: str, arguments: str) -> Command:
@@ -71,7 +71,7 @@ def _with_id(verb: str, arguments: str) -> Command:
     if match is None or lacks_option:
         form = FORMS_WITH_ID[verb]
         raise BadAction(f"{verb} needs the id of an element, as in: {form}")
-    return Command(verb, int(match["id"]), bare(match["argument"] or ""))
+    return Command(verb=verb, element=int(match["id"]), argument=bare(match["argument"] or ""))
 
 
 def _scroll(arguments: str) -> Command:
@@ -79,7 +79,7 @@ def _scroll(arguments: str) -> Command:
     if match is None:
         raise BadAction("write scroll [up] or scroll [down]")
     element = int(match["id"]) if match["id"] else None
-    return Command("scroll", element, match["direction"].lower())
+    return Command(verb="scroll", element=element, argument=match["direction"].lower())
 
 
 def bare(argument: str) -> str:

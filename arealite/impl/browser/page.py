@@ -46,7 +46,7 @@ class BrowserCrash(EpisodeError, failure_class="browser_crash"):
     """The page or the whole browser died."""
 
 
-class View(msgspec.Struct):
+class View(msgspec.Struct, kw_only=True):
     """The description of a page, made by page.js."""
 
     text: str = "(an empty page)"
@@ -203,7 +203,7 @@ class Page:
 
     async def close(self) -> None:
         """Close the tab and its context; if they do not answer, they are left to the browser."""
-        wait = Wait("the end of a page", owner="browser", on="chromium", seconds=5.0)
+        wait = Wait(what="the end of a page", owner="browser", on="chromium", seconds=5.0)
         with suppress(Error, DeadlineError, RuntimeError), wait:
             await self.tab.context.close()
 
@@ -216,7 +216,7 @@ class Page:
         """
         timeout_s = self.config.timeout_s
         try:
-            with Wait(reply_name, owner="browser", on="chromium", seconds=timeout_s):
+            with Wait(what=reply_name, owner="browser", on="chromium", seconds=timeout_s):
                 yield
         except DeadlineError as error:
             raise PageTimeout(f"{reply_name} did not come within timeout_s={timeout_s}") from error

@@ -14,7 +14,7 @@ STICKY_GROUPS = 8192
 """Groups whose server is remembered; far more than are in flight."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Server:
     """The state of one server in this client."""
 

@@ -39,7 +39,7 @@ COUNTERS = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Generation:
     """The state of one request: the tokens sampled so far, and the failed attempts."""
 
@@ -128,7 +128,7 @@ class SGLangClient(LLMClient):
         self._experts = experts_of(model_config) if self._records_routing else None
         await self._directory.start()
         first_server = Wait(
-            f"an llm server in {self._directory.registry.root} "
+            what=f"an llm server in {self._directory.registry.root} "
             "(start one with arealite/launch_llm_server.py, "
             "under the same experiment and trial names)",
             owner="llm client",
@@ -162,7 +162,7 @@ class SGLangClient(LLMClient):
         """
         seconds = request.deadline_s or self.config.request_timeout_s
         deadline = asyncio.get_running_loop().time() + seconds
-        generation = Generation(request, deadline)
+        generation = Generation(request=request, deadline=deadline)
         self._stats["requests"] += 1
         while True:
             server = self._router.pick(
@@ -286,7 +286,7 @@ class SGLangClient(LLMClient):
 
     def _wait(self, generation: Generation, on: str) -> Wait:
         return Wait(
-            f"generation {generation.request.request_id}",
+            what=f"generation {generation.request.request_id}",
             owner="llm client",
             on=on,
             seconds=generation.deadline - asyncio.get_running_loop().time(),
@@ -328,7 +328,7 @@ class SGLangClient(LLMClient):
         generation.interruptions += meta.num_retractions or meta.total_retractions or 0
         if versions:
             generation.failures = 0
-        finish = meta.finish_reason or wire.FinishReason("abort")
+        finish = meta.finish_reason or wire.FinishReason(type="abort")
         if finish.type in ("stop", "length"):
             self._warn_without_routing(generation, server)
             return finish.type

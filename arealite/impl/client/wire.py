@@ -16,7 +16,7 @@ from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantEr
 from arealite.base.model_folder import Experts
 
 
-class Body(msgspec.Struct):
+class Body(msgspec.Struct, kw_only=True):
     """A request. Filled by the client."""
 
     rid: str
@@ -28,7 +28,7 @@ class Body(msgspec.Struct):
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
-class FinishReason(msgspec.Struct):
+class FinishReason(msgspec.Struct, kw_only=True):
     """Why a generation ended. Filled by the server."""
 
     type: str
@@ -38,7 +38,7 @@ class FinishReason(msgspec.Struct):
     message: str | None = None
 
 
-class Span(msgspec.Struct):
+class Span(msgspec.Struct, kw_only=True):
     """Tokens [start, end) of the output were sampled under `version`. Filled by the server."""
 
     version: str | int | None
@@ -46,7 +46,7 @@ class Span(msgspec.Struct):
     end: int
 
 
-class Meta(msgspec.Struct):
+class Meta(msgspec.Struct, kw_only=True):
     """Metadata of the output. Filled by the server."""
 
     finish_reason: FinishReason | None
@@ -66,7 +66,7 @@ class Meta(msgspec.Struct):
     """base64 of int32 [tokens, layers, experts per token]; only at the end of the request."""
 
 
-class Answer(msgspec.Struct):
+class Answer(msgspec.Struct, kw_only=True):
     """A response to /generate."""
 
     output_ids: list[int]

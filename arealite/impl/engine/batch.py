@@ -21,7 +21,7 @@ NO_RECORD = 255
 """Every byte of the routing record of a token that has none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Tensors of one forward pass, on the engine's device."""
 

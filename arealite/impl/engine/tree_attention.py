@@ -39,7 +39,7 @@ Positions = slice | Tensor
 """Positions among the N tokens: a slice, or int64."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Call:
     """One call of the kernel: causal attention within each of B chains, or a branch (B = 1)."""
 
@@ -86,7 +86,7 @@ class Call:
         return values[self.is_token.flatten()]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PrefixTree:
     """Prefix trees of a micro-batch: the positions of their nodes among its N tokens."""
 

@@ -48,7 +48,7 @@ decode = msgspec.json.Decoder(Message).decode
 decode_refusal = msgspec.json.Decoder(Refusal).decode
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ServerState:
     """A worker's view of one environment server."""
 
@@ -88,7 +88,7 @@ class ServerState:
             channel.pending.cancel()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Channel(Generic[T]):
     """An open session, whose answers are decoded to T."""
 
@@ -115,7 +115,7 @@ class Channel(Generic[T]):
         request = frame(kind, data, self._config.max_message_kb * 1024)
         answer_s = self._config.answer_s
         name = self.server.name
-        wait = Wait(f"the answer to {kind}", owner="episode", on=name, seconds=answer_s)
+        wait = Wait(what=f"the answer to {kind}", owner="episode", on=name, seconds=answer_s)
         try:
             with wait:
                 await self._socket.send_str(request)
@@ -152,7 +152,7 @@ class Channel(Generic[T]):
         """Close the message ends the session."""
         self.server.channels.discard(self)
         await cancel_all([self.pending])
-        wait = Wait("its good-bye", owner="episode", on=self.server.name, seconds=CLOSE_S)
+        wait = Wait(what="its good-bye", owner="episode", on=self.server.name, seconds=CLOSE_S)
         with suppress(DeadlineError), wait:
             await self._socket.close()
 

@@ -39,7 +39,7 @@ RETIRE_S = 600.0
 child with too much memory gets a tenth of it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Running:
     """A child that listens."""
 
@@ -135,14 +135,16 @@ class Children:
             server=address,
             child=child.pid,
         )
-        running = Running(child, server, asyncio.create_task(child.process.wait()))
+        running = Running(
+            process=child, server=server, exit=asyncio.create_task(child.process.wait())
+        )
         self._running.add(running)
         return running
 
     async def _read_address(self, process: Process) -> str:
         """Return the host:port that a new child prints when it listens."""
         assert process.stdout is not None
-        with Wait("its port", owner="collector", on=self.name, seconds=START_S):
+        with Wait(what="its port", owner="collector", on=self.name, seconds=START_S):
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
@@ -154,7 +156,7 @@ class Children:
 
     async def _keep_alive(self, child: Running | None) -> None:
         """Replace a child each time it dies or is used up, until the restart budget is spent."""
-        budget = Budget(self.runtime.max_restarts)
+        budget = Budget(limit=self.runtime.max_restarts)
         while True:
             begin = time.monotonic()
             try:
@@ -218,7 +220,7 @@ class Children:
         """Let a child finish its running episodes, then stop it."""
         child.server.retired = True
         try:
-            with Wait("its last episodes", owner="collector", on=self.name, seconds=seconds):
+            with Wait(what="its last episodes", owner="collector", on=self.name, seconds=seconds):
                 await self._servers.wait_until(lambda: child.exit.done() or not child.server.load)
         except DeadlineError:
             logger.warning(

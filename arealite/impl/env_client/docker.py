@@ -143,7 +143,7 @@ class Containers(Children):
         return child, address
 
     async def _wait_for_answer(self, child: Child, address: str) -> None:
-        with Wait("its server", owner="collector", on=self.name, seconds=START_S):
+        with Wait(what="its server", owner="collector", on=self.name, seconds=START_S):
             while not await self._answers(address):
                 if not child.running:
                     raise UserError(f"{how_ended(child.code)}; its error is in the log above")
@@ -151,7 +151,7 @@ class Containers(Children):
 
     async def _answers(self, address: str) -> bool:
         with suppress(aiohttp.ClientError, OSError, EOFError):
-            return bool(await self._servers.get(ServerState(parse(address)), "health"))
+            return bool(await self._servers.get(ServerState(url=parse(address)), "health"))
         return False
 
     async def _remove(self, child: Running) -> None:

@@ -32,7 +32,7 @@ HOSTS = {"subprocess": Children, "docker": Containers}
 """The code that starts the servers of a runtime; without an entry, the user starts them."""
 
 
-class Hosted(msgspec.Struct):
+class Hosted(msgspec.Struct, kw_only=True):
     """A server's description of its environment."""
 
     name: str
@@ -79,7 +79,7 @@ class RemoteEnv(Env):
             self.cleanup.push_async_callback(children.close)
             await children.start()
         wait = waits.Wait(
-            "an environment server",
+            what="an environment server",
             owner="collector",
             on="environment servers",
             seconds=runtime.wait_s,

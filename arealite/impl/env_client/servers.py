@@ -85,7 +85,7 @@ class ServerPool(Generic[T]):
             url: The server's base URL.
             max_episodes: Episodes that may start on the server; 0: no limit.
         """
-        server = ServerState(url, max_episodes)
+        server = ServerState(url=url, max_episodes=max_episodes)
         self.known.append(server)
         self._monitors[server] = asyncio.create_task(self._monitor(server), name=server.name)
         return server
@@ -164,7 +164,7 @@ class ServerPool(Generic[T]):
     async def _wait_for_server(self, end: float) -> ServerState:
         """Return the free server with the fewest episodes; wait for one until `end`."""
         wait = Wait(
-            "an environment server with room",
+            what="an environment server with room",
             owner="episode",
             on="environment servers",
             seconds=max(0.0, end - time.monotonic()),
@@ -192,7 +192,7 @@ class ServerPool(Generic[T]):
         server.load += 1
         server.started += 1
         try:
-            with Wait("a session", owner="episode", on=server.name, seconds=CONNECT_S):
+            with Wait(what="a session", owner="episode", on=server.name, seconds=CONNECT_S):
                 max_bytes = self.config.max_message_kb * 1024
                 socket = await self._session.ws_connect(server.url / "ws", max_msg_size=max_bytes)
         except BaseException as error:
@@ -207,7 +207,7 @@ class ServerPool(Generic[T]):
                 )
             server.alive = False
             return None
-        return Channel(server, socket, self.config, self._decode)
+        return Channel(server=server, _socket=socket, _config=self.config, _decode=self._decode)
 
     async def _monitor(self, server: ServerState) -> None:
         server.last_seen = time.monotonic()

@@ -225,7 +225,7 @@ class EnvServer:
                 await socket.send_str(reply)
 
     def _wait_for_peer(self, event: str) -> Wait:
-        return Wait(event, owner="env server", on="its peer", seconds=self.options.idle_s)
+        return Wait(what=event, owner="env server", on="its peer", seconds=self.options.idle_s)
 
     def _error_frame(self, error: BaseException) -> str:
         return wire.frame("error", wire.refusal(error), self._max_bytes)
@@ -295,10 +295,10 @@ class EnvServer:
             action = decode_members(body).get("action", msgspec.Raw(b"{}"))
             session = self._open(self._name(request))
             try:
-                reset_message = Message("reset", msgspec.Raw(body))
+                reset_message = Message(type="reset", data=msgspec.Raw(body))
                 kind, data = await self._answer(reset_message, session)
                 if request.path == "/step" and kind != "error":
-                    step_message = Message("step", action)
+                    step_message = Message(type="step", data=action)
                     kind, data = await self._answer(step_message, session)
             finally:
                 self._close(session)

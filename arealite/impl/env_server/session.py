@@ -32,7 +32,7 @@ SETTLE_TURNS = 10
 at the same time reach their next wait in these iterations, so that one answer holds all waits."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PendingWait:
     """A seat that waits for a step message of the client."""
 
@@ -51,7 +51,7 @@ class RemoteSeat(Agent):
             None,
             client=unused,
             tokenizer=unused,
-            seat=Seat(name, episode_id=str(session.episode_id)),
+            seat=Seat(name=name, episode_id=str(session.episode_id)),
         )
         self.trainable = trainable
         self._session = session
@@ -62,8 +62,10 @@ class RemoteSeat(Agent):
         self._turn, step = await self._session.wait_for(self.seat.name, observation)
         response = None
         if step.stop_reason:  # the client's agent generated the text
-            response = LLMResponse([], [], [], step.stop_reason)
-            self.record.turns.append(Turn(response, 0.0))
+            response = LLMResponse(
+                output_ids=[], logprobs=[], versions=[], stop_reason=step.stop_reason
+            )
+            self.record.turns.append(Turn(response=response, temperature=0.0))
         return Action(
             text=step.text,
             response=response,
@@ -210,7 +212,7 @@ class Session:
             tools=observed.tools,
         )
         step: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
-        self._waits[seat, turn] = PendingWait(seat_observation, step)
+        self._waits[seat, turn] = PendingWait(observation=seat_observation, step=step)
         self._changed.set()
         try:
             return turn, await step
@@ -220,7 +222,7 @@ class Session:
     async def _play(self, task: Task, seats: dict[str, RemoteSeat]) -> None:
         """Play an episode; keep the exception with which it fails."""
         wait = waits.Wait(
-            "an episode",
+            what="an episode",
             owner="env server",
             on="environment",
             seconds=self._episode_s,
@@ -273,7 +275,7 @@ class Session:
             observation = _only_observation(waiting[0], rewards)
         scores = [reward.value for reward in rewards if reward.value is not None]
         total_reward = sum(scores) if scores and not has_several_seats else None
-        return Reply(observation, total_reward, done=not waiting)
+        return Reply(observation=observation, reward=total_reward, done=not waiting)
 
 
 async def _settle() -> None:

@@ -109,13 +109,13 @@ def refusal(error: BaseException) -> Refusal:
     """Return the message that tells a client of an error."""
     message = str(error)[:MAX_TEXT]
     if isinstance(error, Refused):
-        return Refusal(message, error.code)
+        return Refusal(message=message, code=error.code)
     if isinstance(error, msgspec.MsgspecError):
         is_json = isinstance(error, msgspec.ValidationError)
-        return Refusal(message, INVALID if is_json else "INVALID_JSON")
+        return Refusal(message=message, code=INVALID if is_json else "INVALID_JSON")
     if not isinstance(error, ArealiteError):
         message = f"{type(error).__name__}: {message}"
-    return Refusal(message, failure_class=errors.failure_class(error))
+    return Refusal(message=message, failure_class=errors.failure_class(error))
 
 
 def failure(refused: Refusal, server: str) -> ArealiteError:

@@ -10,7 +10,7 @@ from arealite.impl.gateway.tree import Prompt
 from arealite.system.data.templates import tokenize
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Completion:
     """The beginning of a text that continues an answer of /v1/completions."""
 
@@ -45,10 +45,10 @@ class Completions:
         prefix = prompt.template_text + answer.text
         ids = prompt.ids + output_ids
         if stop:  # a client may go on without the token that ended the answer
-            without_stop = Completion(prefix, ids[:-1], "edited")
+            without_stop = Completion(prefix=prefix, ids=ids[:-1], reason="edited")
             self._completions.append(without_stop)
         prefix += answer.stop_string or stop
-        self._completions.append(Completion(prefix, ids))
+        self._completions.append(Completion(prefix=prefix, ids=ids))
 
     def prompt(self, requested: str | list[int]) -> Prompt:
         """Return the prompt of a text or of tokens, which may continue an earlier completion.
@@ -72,7 +72,7 @@ class Completions:
             reason=continued.reason,
         )
         continued.reason = "edited"
-        return Prompt(ids, origin, template_text=prompt_text)
+        return Prompt(ids=ids, origin=origin, template_text=prompt_text)
 
     def _check_ids(self, ids: list[int]) -> None:
         vocab_size = len(self.renderer.tokenizer)
@@ -98,7 +98,7 @@ class Completions:
     def _longest(self, completions: Sequence[Completion]) -> Completion:
         """Return the completion with the most tokens; an empty one if there is none."""
         reason = "edited" if self._completions else "first"
-        empty = Completion("", [], reason)
+        empty = Completion(prefix="", ids=[], reason=reason)
         return max(completions, key=lambda completion: len(completion.ids), default=empty)
 
     def _encode(self, prompt_text: str, continued: Completion) -> list[int]:

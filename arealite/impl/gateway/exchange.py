@@ -73,7 +73,7 @@ def assistant(content: str, thought: str, calls: list[dict[str, Any]]) -> ChatMe
     return message
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call in an answer."""
 
     id: str = ""
@@ -86,7 +86,7 @@ class Call(msgspec.Struct, frozen=True):
     """Text of the call with its markers, while the answer is parsed."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One parsed answer."""
 
     id: str
@@ -116,7 +116,7 @@ class Answer(msgspec.Struct, frozen=True):
         return assistant(self.text, self.thought, calls)
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a streamed answer. The deltas of a kind add up to the field of the Answer."""
 
     kind: Literal["thought", "text", "call", "end"]

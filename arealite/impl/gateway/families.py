@@ -258,7 +258,7 @@ def _get(schema: object, *path: str) -> object:
     return schema
 
 
-class _Object(msgspec.Struct):
+class _Object(msgspec.Struct, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     arguments: msgspec.Raw = msgspec.Raw(b"null")
     parameters: msgspec.Raw = msgspec.Raw(b"null")

@@ -14,14 +14,14 @@ SESSIONS = "/v1/rl/sessions"
 STATUSES = (200, 400, 401, 403, 404, 410, 413, 415, 429, 503)
 
 
-class LeaseBody(msgspec.Struct, forbid_unknown_fields=True):
+class LeaseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/rl/sessions."""
 
     wait_s: float = 20.0
     """Longest time to wait for a task."""
 
 
-class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
+class RewardBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/rl/sessions/{id}/reward."""
 
     reward: float | None = None

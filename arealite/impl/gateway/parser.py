@@ -289,8 +289,8 @@ class Parser:
         deltas += self._read(last_text, is_end=True)
         answer = self._answer(response)
         if not answer.text and not answer.calls:
-            deltas.append(Delta("text", index=self.index))
-        deltas.append(Delta("end", answer=answer, index=self.index))
+            deltas.append(Delta(kind="text", index=self.index))
+        deltas.append(Delta(kind="end", answer=answer, index=self.index))
         return deltas, answer
 
     def _answer(self, response: LLMResponse) -> Answer:
@@ -370,7 +370,7 @@ class Parser:
             arguments=call.arguments,
         )
         self.calls.append(added)
-        return Delta("call", call=added, index=self.index)
+        return Delta(kind="call", call=added, index=self.index)
 
     def _id_of(self, call: Call) -> str:
         """Return the model's own id of a call, or one that depends on the history and the call.
@@ -392,7 +392,7 @@ class Parser:
         """Add text to a field of the answer."""
         field = self.thought if kind == "thought" else self.answer_text
         part = field.add(new_text)
-        return [Delta(kind, part, index=self.index)] if part else []
+        return [Delta(kind=kind, text=part, index=self.index)] if part else []
 
 
 class TrimmedText:

@@ -36,7 +36,7 @@ STATUSES: dict[type[BaseException], tuple[int, str]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """The address and the key of a seat, for an agent."""
 

@@ -46,7 +46,7 @@ class Item(NamedTuple):
         return self.key.role == "system"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Node:
     """A message of the tree."""
 
@@ -77,7 +77,7 @@ class Node:
         return nodes[::-1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Prompt:
     """The prompt of a request."""
 
@@ -96,7 +96,7 @@ class Prompt:
     """Number of tokens before the opening; None: one token has parts of both."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Sample:
     """A sampled answer."""
 

@@ -87,7 +87,7 @@ class LocalLauncher(Launcher, Supervisor):
     def _role(self, *names: str, leads: bool = False) -> Role:
         return Role(
             names=names,
-            budget=supervisor.Budget(self.options.max_restarts, names[0]),
+            budget=supervisor.Budget(limit=self.options.max_restarts, role=names[0]),
             leads=leads,
             over=self.trained if leads else self.over,
         )
@@ -117,7 +117,7 @@ class LocalLauncher(Launcher, Supervisor):
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)
         with self.progress.shown():
             monitor = supervisor.HealthMonitor(
-                self.vitals,
+                folder=self.vitals,
                 supervisor=self,
                 silent_s=self.options.silent_s,
                 blocked_s=self.options.blocked_s,

@@ -49,7 +49,7 @@ class ChildProcess(Protocol):
     async def wait(self) -> int: ...
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Child:
     """One child process."""
 

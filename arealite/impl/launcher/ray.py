@@ -97,7 +97,7 @@ class Process:
         return await asyncio.shield(self._end)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RayChild(Child):
     """A role's process on some node."""
 
@@ -157,7 +157,7 @@ class RayLauncher(LocalLauncher):
         """
         lost_error = library().exceptions.RayActorError
         start_s = self.options.ray.start_s
-        with Wait(f"a place for {name}", owner="launcher", on="ray", seconds=start_s):
+        with Wait(what=f"a place for {name}", owner="launcher", on="ray", seconds=start_s):
             while True:
                 actor = self._actor(name)
                 with suppress(lost_error):  # Ray placed the actor on a node that was just lost

@@ -43,8 +43,8 @@ class ServerSupervisor(supervisor.Supervisor):
         self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
         self._name = os.environ.get(ROLE) or f"llm_server-parent-{self._host}-{os.getpid()}"
-        budget = supervisor.Budget(config.llm_server.embedded.max_restarts, self._name)
-        self._server = Role((KIND,), budget, grace_s=0.0)
+        budget = supervisor.Budget(limit=config.llm_server.embedded.max_restarts, role=self._name)
+        self._server = Role(names=(KIND,), budget=budget, grace_s=0.0)
         self.roles = [self._server]
         self._served = set[int]()
         """Ids of the processes that had a name in the registry."""
@@ -56,7 +56,7 @@ class ServerSupervisor(supervisor.Supervisor):
         vitals.watch(loop)
         keeping = asyncio.ensure_future(self.supervise(self._server))
         on_stop(loop, lambda _: self._stop(keeping))
-        monitor = supervisor.HealthMonitor(self._vitals, supervisor=self)
+        monitor = supervisor.HealthMonitor(folder=self._vitals, supervisor=self)
         monitoring = asyncio.ensure_future(monitor.run())
         try:
             await keeping

@@ -27,7 +27,7 @@ PROBE = Path(__file__).with_name("slurm_probe.sh").read_text()
 seconds later."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Nodes:
     """The nodes that Slurm allocated to one part of this job."""
 
@@ -236,6 +236,6 @@ class SlurmLauncher(LocalLauncher):
             "--job-name=probe",
         )
         words = [*step, "sh", "-c", PROBE, "probe", *files]
-        with Wait("nodes", owner="launcher-0", on="Slurm"):
+        with Wait(what="nodes", owner="launcher-0", on="Slurm"):
             answers = await asyncio.to_thread(output, words, start_s, stderr=None)
         return [line.strip() for line in answers.splitlines()]

@@ -104,7 +104,7 @@ def check_partitions(config: ExperimentConfig) -> None:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Partition:
     name: str
     num_nodes: int

@@ -53,7 +53,7 @@ class RoleFailed(RoleError):
         self.exit_code = code
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Budget:
     """Limit of a role's deaths without progress, and the pauses before its restarts."""
 
@@ -70,7 +70,9 @@ class Budget:
     _mark: float = 0.0
     _early: int = 0
     """Consecutive deaths within `steady_s` of the start."""
-    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.SUPERVISOR))
+    wait: waits.Wait = field(
+        default_factory=lambda: waits.Wait(what="start", owner=waits.SUPERVISOR)
+    )
     """The published wait for the role to be up."""
 
     def mark_down(self, attempt: str, death_report: str = "") -> None:
@@ -82,7 +84,7 @@ class Budget:
         """
         waits.table.discard(self.wait)
         self.wait = waits.Wait(
-            attempt,
+            what=attempt,
             owner=waits.SUPERVISOR,
             on=self.role,
             detail=death_report.partition("\n")[0],
@@ -121,7 +123,7 @@ class Budget:
         return self.pauses_s[pause_number - 1]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Role:
     """Processes that are started and restarted together: one, or all ranks of the trainer."""
 
@@ -291,7 +293,7 @@ class Supervisor(ABC):
         return False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HealthMonitor:
     """Finds, reports and kills unresponsive children, once a second.
 

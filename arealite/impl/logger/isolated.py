@@ -51,7 +51,7 @@ class IsolatedLogger(MetricLogger):
         """Wait until the queued lines are written, at most CLOSE_S seconds."""
         self._enqueue(None)
         wait = Wait(
-            f"the last lines of {self.name}",
+            what=f"the last lines of {self.name}",
             owner="trainer",
             on=f"logger {self.name}",
             seconds=CLOSE_S,

@@ -11,7 +11,7 @@ from typing import Any
 Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """Capabilities of one server process."""
 

@@ -41,7 +41,7 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
 """Errors of one server; each quarantines the server."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ServerControl:
     """One server process: its routes, and its state in this publisher."""
 
@@ -56,7 +56,7 @@ class ServerControl:
     """The version that the server confirmed last; None before the first and after a failure."""
     listed_version: str = ""
     """The version in its name entry."""
-    report: PublishReport = field(default_factory=lambda: PublishReport(-1))
+    report: PublishReport = field(default_factory=lambda: PublishReport(version=-1))
     """Times of its last update."""
     error: str | None = None
     """Why it is quarantined; None if it is not."""
@@ -273,7 +273,7 @@ class ServerControl:
             if not resume:
                 cause += " (trainer.ppo.publisher.continue_paused=false)"
             self.foreign_pause = Wait(
-                "its continuation",
+                what="its continuation",
                 owner=PAUSE_OBSERVER,
                 on=self.role,
                 detail=cause,
@@ -295,7 +295,7 @@ class ServerControl:
 
     def time_limit(self, event: str, seconds: float) -> Wait:
         """Return a wait of at most `seconds` for this server; see `Wait`."""
-        return Wait(event, owner="publisher", on=self.role, seconds=seconds)
+        return Wait(what=event, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
         """Empty the cache while paused: retract running requests, or else abort them."""
@@ -317,7 +317,7 @@ class ServerControl:
     async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
         reply = Wait(
-            f"an answer of {path}",
+            what=f"an answer of {path}",
             owner="publisher",
             on=self.role,
             replies_soon="weights" not in path and path != "/generate",

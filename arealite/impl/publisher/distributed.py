@@ -261,7 +261,7 @@ class DistributedPublisher(ServersPublisher):
                 for server in self.members
                 if server.error is None
             ]
-            answers = Wait("servers to leave a group", owner="publisher", seconds=GRACE_S)
+            answers = Wait(what="servers to leave a group", owner="publisher", seconds=GRACE_S)
             with suppress(DeadlineError), answers:
                 await asyncio.gather(*requests, return_exceptions=True)
 

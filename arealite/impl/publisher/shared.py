@@ -74,7 +74,7 @@ class SharedPublisher(WeightPublisher):
 
     def push(self, version: int) -> PublishReport:
         logger.info("weights published", version=version, servers=1, stall_s=self._stall_s)
-        return PublishReport(version, pause_s=self._pause_s, stall_s=self._stall_s)
+        return PublishReport(version=version, pause_s=self._pause_s, stall_s=self._stall_s)
 
     @property
     def needs_republish(self) -> bool:
@@ -96,7 +96,7 @@ class SharedPublisher(WeightPublisher):
             RoleError: The server crashed, or the wait is longer than `timeout_s`.
         """
         seconds = self.config.timeout_s
-        with Wait(event, owner="publisher", on="trainer-0", seconds=seconds):
+        with Wait(what=event, owner="publisher", on="trainer-0", seconds=seconds):
             completed, _ = wait([done, self._thread.ended], seconds, FIRST_COMPLETED)
         if not completed:
             raise RoleError(f"waited {seconds:g} s for {event}")

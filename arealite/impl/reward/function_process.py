@@ -36,7 +36,7 @@ LENGTH_BYTES = 4
 RECEIVE_BYTES = 1 << 18
 
 
-class Start(msgspec.Struct):
+class Start(msgspec.Struct, kw_only=True):
     """The state of the worker that the process needs to import the same functions."""
 
     paths: list[str]
@@ -52,7 +52,7 @@ class Start(msgspec.Struct):
     """The worker's file for the text of closed outputs; "" without one."""
 
 
-class Call(msgspec.Struct, array_like=True):
+class Call(msgspec.Struct, array_like=True, kw_only=True):
     """A call of a function, or CANCEL."""
 
     id: int
@@ -61,7 +61,7 @@ class Call(msgspec.Struct, array_like=True):
     arguments: dict[str, Any]
 
 
-class Answer(msgspec.Struct, array_like=True):
+class Answer(msgspec.Struct, array_like=True, kw_only=True):
     """The answer to a call."""
 
     id: int
@@ -157,13 +157,13 @@ class Functions:
                 import_user_module(module, f"imports=[{module}]")
             self.functions = [import_function(path, f"{OPTION}={path}") for path in start.paths]
         except UserError as error:
-            return Answer(READY, error=str(error))
+            return Answer(id=READY, error=str(error))
         if start.logging and "structlog" in sys.modules:  # its import takes 0.2 s
             from arealite.base import log
 
             log.setup(**start.logging)
         guard_output()  # an imported module can have replaced the streams
-        return Answer(READY)
+        return Answer(id=READY)
 
     def _call(self, call: Call) -> None:
         """Call a function; make a task of the coroutine that it returns."""
@@ -175,7 +175,7 @@ class Functions:
         except BaseException as error:  # noqa: BLE001  (no exception ends the process)
             self._send(self._failed(call, error))
             return
-        self._send(Answer(call.id, is_awaited=True))
+        self._send(Answer(id=call.id, is_awaited=True))
         self._running[call.id] = self._loop.create_task(self._finish(call, returned))
 
     async def _finish(self, call: Call, coroutine: Awaitable[object]) -> None:
@@ -200,21 +200,21 @@ class Functions:
         is_batched = self.start.batched[call.function]
         match returned if is_batched else [returned]:
             case [None]:
-                return Answer(call.id)
+                return Answer(id=call.id)
             case [SupportsFloat() as reward]:
                 parts: dict[str, float] = getattr(reward, "parts", {})
                 parts = {name: float(part) for name, part in parts.items()}
-                return Answer(call.id, float(reward), parts)
+                return Answer(id=call.id, value=float(reward), parts=parts)
         expected = "a list with one number per completion" if is_batched else "a number or None"
         error = f"{self._name(call)} returned {returned!r:.60}, and must return {expected}"
-        return Answer(call.id, error=sendable(error))
+        return Answer(id=call.id, error=sendable(error))
 
     def _failed(self, call: Call, error: BaseException) -> Answer:
         """Return the answer for a call that raised an exception."""
         error_type = type(error).__name__
         if isinstance(error, EpisodeError):
             return Answer(
-                call.id,
+                id=call.id,
                 error=sendable(str(error)),
                 error_type=error_type,
                 failure_class=error.failure_class,
@@ -222,7 +222,7 @@ class Functions:
         frame = extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         message = f"{self._name(call)} raised {error_type}: {error} ({place})"
-        return Answer(call.id, error=sendable(message))
+        return Answer(id=call.id, error=sendable(message))
 
     def _name(self, call: Call) -> str:
         return f"reward function {self.start.paths[call.function]}"

@@ -35,7 +35,9 @@ class _RowReward(Reward):
 
     async def score(self, completion: str, ground_truth: str) -> float | None:
         """Return the reward of a row without other columns."""
-        return await self.score_task(completion, Task("", "", ground_truth, {}))
+        return await self.score_task(
+            completion, Task(task_id="", prompt="", ground_truth=ground_truth, extra_info={})
+        )
 
 
 class FunctionReward(_RowReward):

@@ -66,7 +66,7 @@ class Checker:
         """
         request = json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n"
         wait = Wait(
-            "a reward check",
+            what="a reward check",
             owner="reward pool",
             on="reward checker",
             seconds=START_S + wait_s,

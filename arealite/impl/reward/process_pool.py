@@ -55,7 +55,7 @@ class FunctionCrash(EpisodeError, failure_class="reward_crash"):
     """A reward function ended its process. There is no reward."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class PendingCall:
     """A call without an answer."""
 
@@ -135,7 +135,7 @@ class FunctionProcess(asyncio.Protocol):
         with (
             calls_of_child,
             answers_of_child,
-            Wait("its start", owner="reward pool", on=NAME, seconds=START_S),
+            Wait(what="its start", owner="reward pool", on=NAME, seconds=START_S),
         ):
             self._calls_transport, _ = await loop.create_unix_connection(
                 asyncio.Protocol, sock=calls
@@ -191,7 +191,9 @@ class FunctionProcess(asyncio.Protocol):
     def cancel(self, call: PendingCall) -> None:
         """End a call: kill the process if it makes this call."""
         if call.number in self._coroutines:
-            self._calls_transport.write(framed(Call(call.number, wire.CANCEL, {})))
+            self._calls_transport.write(
+                framed(Call(id=call.number, function=wire.CANCEL, arguments={}))
+            )
         elif call is self._first:
             self._kill()
 
@@ -314,7 +316,7 @@ class ProcessPool:
         function_name = f"reward function {path}"
         number = next(self._numbers)
         try:
-            message = framed(Call(number, self.paths.index(path), arguments))
+            message = framed(Call(id=number, function=self.paths.index(path), arguments=arguments))
         except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FunctionFailed(
                 f"{function_name}: the row cannot be sent ({error}). "
@@ -329,7 +331,7 @@ class ProcessPool:
         self._queue.append(call)
         self.dispatch()
         try:
-            with Wait(function_name, owner="reward pool", on=NAME):
+            with Wait(what=function_name, owner="reward pool", on=NAME):
                 answer = await call.answer
         except asyncio.CancelledError:
             if call.process is not None:

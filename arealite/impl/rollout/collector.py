@@ -207,7 +207,7 @@ class Collector:
         limit_s = self.config.episode_timeout_s
         name = f"episode {lease.group_id}/{member} ({lease.task.task_id})"
         env_name = f"environment {part.config.env.type}"
-        wait = Wait(name, owner="collector", on=env_name, seconds=limit_s)
+        wait = Wait(what=name, owner="collector", on=env_name, seconds=limit_s)
         self._running.add(wait)
         try:
             with wait:

@@ -24,7 +24,7 @@ def make_failure(error: BaseException) -> Failure:
     if frames:
         last_frame = frames[-1]
         detail += f" ({last_frame.filename}:{last_frame.lineno})"
-    return Failure(failure_class(error), detail)
+    return Failure(failure_class=failure_class(error), detail=detail)
 
 
 def root_error(error: BaseException) -> BaseException:

@@ -60,7 +60,7 @@ def watch(agent: Agent) -> None:
     setattr(agent, "act", watched)  # noqa: B010  (a method)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Sampler:
     """Runs `concurrency` episodes at a time."""
 

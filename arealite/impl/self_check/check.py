@@ -239,14 +239,17 @@ class SelfCheck:
         tokens_T = np.array([*prompt, *output], np.int32)
         begin = max(1, len(tokens_T) - LENGTHS[-1] - NEW)
         mask_T = np.arange(len(tokens_T)) >= begin
-        return Sequence(tokens_T, mask_T, self.temperature)
+        return Sequence(tokens=tokens_T, loss_mask=mask_T, temperature=self.temperature)
 
     def ask(self) -> list[Comparison]:
         """Return the comparison with each server that holds the version; skip the others."""
         answers: list[Comparison | None] = []
         if self.world.is_rank0:
             servers = self.names.list("llm_server")
-            with Wait(NAME, owner="trainer-0", on="llm_server"), ThreadPoolExecutor(32) as pool:
+            with (
+                Wait(what=NAME, owner="trainer-0", on="llm_server"),
+                ThreadPoolExecutor(32) as pool,
+            ):
                 answers = [*pool.map(self._ask, servers)]
         answers, self.found = self.world.broadcast((answers, self.found))
         return [replace(answer, ours=self.score(answer.rows)) for answer in answers if answer]

@@ -40,7 +40,7 @@ Checksum = tuple[int, float, float]
 """(dimensions, norm, projection) of a tensor, as in `Sums`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bound:
     """The largest differences that two right programs can have, in nats."""
 
@@ -80,7 +80,7 @@ def bound_of(
     """
     strict_mean, strict_token = STRICT
     if dtype == "float32":
-        return Bound(dtype, mean=strict_mean, token=strict_token)
+        return Bound(dtype=dtype, mean=strict_mean, token=strict_token)
     median = inf
     if noise is None:
         noise_mean, noise_token = MEASURED[dtype]
@@ -115,7 +115,7 @@ def tail(values: np.ndarray, other: np.ndarray) -> np.ndarray:
     return values[len(values) - len(other) :]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Logprobs of the same tokens from the trainer and from another program."""
 

@@ -42,7 +42,7 @@ is the mean, or the median for a mixture of experts: near ties, rounding decides
 compute a token."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Batch:
     """Requests of equal length, and their cache."""
 
@@ -66,7 +66,7 @@ class CacheDecoder(BaseDecoder):
         has_equal_prompts = len(sources) > len(prompts)
         if has_equal_prompts:
             cache = self._select(cache, torch.tensor(sources))
-        self._batches.append(Batch(generations, cache))
+        self._batches.append(Batch(rows=generations, cache=cache))
         self._sample(generations, logits_BV[sources], self._settings_of(generations))
 
     def decode(self) -> None:

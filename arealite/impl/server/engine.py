@@ -29,7 +29,7 @@ CLOSE_S = 30.0
 """Seconds that `close` waits for the running forward pass."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Engine:
     """Owns all requests. Only the engine's thread may access them and the model."""
 

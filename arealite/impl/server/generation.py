@@ -21,7 +21,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Stops = msgspec.Meta(max_length=MAX_STOPS)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The sampling parameters of SGLang that this server supports."""
 
     max_new_tokens: Count | None = 128
@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per event of a stream, after the first event; None: 1."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Generation:
     """A request and its output."""
 

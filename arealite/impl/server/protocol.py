@@ -21,7 +21,7 @@ class Refusal(Exception):
     """The request is wrong. It is answered with status 400 and this text."""
 
 
-class GenerateBody(msgspec.Struct, frozen=True):
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /generate. Unknown fields are ignored, as SGLang does."""
 
     input_ids: list[Int32] | None = None
@@ -38,7 +38,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
     routed_experts_start_len: Count = 0
 
 
-class AbortBody(msgspec.Struct, frozen=True):
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /abort_request."""
 
     rid: str | None = None
@@ -49,7 +49,7 @@ class AbortBody(msgspec.Struct, frozen=True):
 # capabilities of a server.
 
 
-class PauseGenerationReqInput(msgspec.Struct, frozen=True):
+class PauseGenerationReqInput(msgspec.Struct, frozen=True, kw_only=True):
     """POST /pause_generation."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
@@ -80,7 +80,7 @@ class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
     """"flattened_bucket": one broadcast of all bytes."""
 
 
-class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
+class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True, kw_only=True):
     """POST /init_weights_update_group."""
 
     master_address: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,253}\Z")]
@@ -91,20 +91,20 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
     backend: str = "nccl"
 
 
-class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
+class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True, kw_only=True):
     """POST /destroy_weights_update_group."""
 
     group_name: str = "weight_update_group"
 
 
-class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True):
+class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True, kw_only=True):
     """POST /update_weight_version."""
 
     new_version: str
     abort_all_requests: bool = True
 
 
-class Empty(msgspec.Struct, frozen=True):
+class Empty(msgspec.Struct, frozen=True, kw_only=True):
     """A POST without options."""
 
 
@@ -151,7 +151,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise Refusal(message) from error
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ServedModel:
     """Description of the served model, for checks of requests and for /model_info."""
 

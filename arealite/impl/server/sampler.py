@@ -22,7 +22,7 @@ BLOCK = 256
 """Tokens of a block; the first random number draws a block, the second a token in it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Sampling settings of a batch, as tensors; None if no row uses the setting."""
 

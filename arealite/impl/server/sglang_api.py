@@ -10,7 +10,7 @@ FOLLOW_S = 0.2
 """Seconds between two requests for the version: the delay until clients can read a new version."""
 
 
-class Load(msgspec.Struct):
+class Load(msgspec.Struct, kw_only=True):
     """Requests of one copy of the model."""
 
     num_running_reqs: int

@@ -78,7 +78,7 @@ class SGLangProcess(Supervisor):
             pauses_s=PAUSES_S,
             steady_s=math.inf,
         )
-        self.roles = [Role((name,), budget, grace_s=0.0)]
+        self.roles = [Role(names=(name,), budget=budget, grace_s=0.0)]
         self._steady_runs = 0
         """Number of processes of this server that were healthy for STEADY_S."""
         self._changed = asyncio.Event()
@@ -184,7 +184,7 @@ class SGLangProcess(Supervisor):
 
     def _bounded(self, event: str, seconds: float, *, replies_soon: bool = False) -> Wait:
         return Wait(
-            event,
+            what=event,
             owner="llm_server",
             on=f"SGLang {self.address}",
             seconds=seconds,

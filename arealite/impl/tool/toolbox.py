@@ -107,7 +107,7 @@ class Toolbox:
 
     async def _call(self, tool: Tool, call: ToolCall, state: dict[str, object]) -> Answer:
         wait = Wait(
-            f"the answer of tool {call.name}",
+            what=f"the answer of tool {call.name}",
             owner=OWNER,
             on=f"tool {call.name}",
             seconds=self.config.timeout_s,

@@ -37,7 +37,7 @@ class Unusable(InvariantError):
         self.groups = groups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Minibatch:
     """The rows of one optimizer update on this rank."""
 
@@ -48,7 +48,7 @@ class Minibatch:
     """Number of tokens of these rows."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trajectory:
     """A trajectory that this rank trains: a row for each of its segments, in their order."""
 
@@ -118,7 +118,7 @@ class Trajectory:
         return turns
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainBatch:
     """Batch `step` on this rank."""
 
@@ -158,7 +158,9 @@ class TrainBatch:
         rows: list[Sequence] = []
         for trajectory in self.local:
             for row, mask_T in zip(trajectory.rows, trajectory.sampled, strict=True):
-                rows.append(Sequence(row.tokens, mask_T, row.temperature))
+                rows.append(
+                    Sequence(tokens=row.tokens, loss_mask=mask_T, temperature=row.temperature)
+                )
             if self.headers[trajectory.index].truncated:
                 last = rows[-1]
                 last.tokens = np.append(last.tokens, last.tokens[-1:])
@@ -228,7 +230,7 @@ def make_rows(
     if not world.any(train_batch is None):
         return train_batch
     if groups:
-        link.report(messages.Unusable(batch.step, groups))
+        link.report(messages.Unusable(step=batch.step, groups=groups))
     world.barrier()  # all ranks report to the datapipe before any rank requests the batch again
     return None
 
@@ -264,7 +266,7 @@ def make_train_batch(
             f"batch {batch.step}: payloads differ from their headers: {mismatches}", mismatches
         )
     weights = _token_weights(batch, config)
-    train_batch = TrainBatch(batch, [], world_size)
+    train_batch = TrainBatch(plan=batch, local=[], world_size=world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
         trajectory = _make_trajectory(
             batch,

@@ -19,7 +19,7 @@ from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Components:
     """The components of a trainer."""
 
@@ -58,7 +58,9 @@ def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Com
 
     def connect() -> TrainerLink:
         resolve = partial(registry.address, "datapipe")
-        return TrainerLink(resolve, world.rank, world.size, secret=registry.secret)
+        return TrainerLink(
+            resolve=resolve, rank=world.rank, world_size=world.size, secret=registry.secret
+        )
 
     components = Components(
         world=world,
@@ -91,14 +93,16 @@ def load_ppo_engines(config: ExperimentConfig) -> Engines:
     """Load this rank's shards of the models that PPO needs."""
     ppo = config.trainer.ppo
     num_updates = ppo.total_steps * ppo.updates * ppo.epochs
-    policy_training = Training(ppo.optimizer, ppo.lr, num_updates)
+    policy_training = Training(optimizer=ppo.optimizer, lr=ppo.lr, total_updates=num_updates)
     engine_by_name = Engines(engine=make_engine(config, training=policy_training))
     if ppo.kl.coef > 0:
         path = ppo.kl.reference if ppo.kl.reference != "initial" else None
         policy = engine_by_name["engine"]
         engine_by_name["reference"] = make_reference(config, policy, path)
     if ppo.advantage.type == "gae":
-        critic_training = Training(ppo.critic.optimizer, ppo.critic.lr, num_updates)
+        critic_training = Training(
+            optimizer=ppo.critic.optimizer, lr=ppo.critic.lr, total_updates=num_updates
+        )
         engine_by_name["critic"] = make_engine(
             config,
             ppo.critic.path,

@@ -12,7 +12,7 @@ from arealite.system.links.trainer_link import TrainerLink
 logger = log.get(__name__)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Evaluations:
     """Starts the evaluations of a run, one at a time, and logs their results."""
 

@@ -75,7 +75,7 @@ class Stopwatch:
         begin = time.perf_counter()
         longest_s = self._longest.get(name)
         late_s = FIRST_S if longest_s is None else max(SLOW_S, SLOW * longest_s)
-        wait = Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
+        wait = Wait(what=name, owner="trainer", on=ITSELF, seconds=late_s)
         has_inner_wait = name.startswith("wait/")  # which has a name of its own
         try:
             with nullcontext() if has_inner_wait else wait:
@@ -314,10 +314,10 @@ def token_stats(batch: TrainBatch) -> TokenStats:
     behav_logprobs_N = sampled([row.fields["behav_logprobs"] for row in rows])
     headers = [batch.headers[trajectory.index] for trajectory in batch.local]
     return TokenStats(
-        [header.trajectory_id for header in headers],
-        [header.trained_tokens for header in headers],
-        packed(advantages_N),
-        packed(prox_logprobs_N - behav_logprobs_N),
+        trajectory_ids=[header.trajectory_id for header in headers],
+        counts=[header.trained_tokens for header in headers],
+        advantages=packed(advantages_N),
+        differences=packed(prox_logprobs_N - behav_logprobs_N),
     )
 
 

@@ -270,4 +270,4 @@ def as_loss_input(
     batch = collate(rows_with_outputs, CPU)
     fields = dict(batch.fields)
     outputs_N = {name: fields.pop(name) for name in outputs}
-    return LossInput(outputs_N, batch.rows_N, fields)
+    return LossInput(outputs=outputs_N, rows_N=batch.rows_N, fields=fields)

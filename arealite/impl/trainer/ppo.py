@@ -238,7 +238,7 @@ class PPOTrainer(BaseTrainer):
         if self_check is not None:
             self_check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
-            self.link.report(messages.Published(version))
+            self.link.report(messages.Published(version=version))
 
     def log(self, step: int) -> None:
         """Write the step's metrics; `time/step_s` is the time since the previous call."""
@@ -277,7 +277,7 @@ class PPOTrainer(BaseTrainer):
             self.evaluations.run(step)
         if self.world.is_rank0:
             reason = "all steps are trained" if finished else "asked to stop"
-            self.link.report(messages.Finish(reason))
+            self.link.report(messages.Finish(reason=reason))
         logger.info("training ends", step=step, finished=finished)
 
     # ------------------------------------------------------------ batches
@@ -351,7 +351,7 @@ class PPOTrainer(BaseTrainer):
         """Send the staged weights to the servers; report it over this thread's `link`."""
         assert self.publisher is not None, "only rank 0 publishes"
         report = self.publisher.push(version)
-        link.report(messages.Published(version))
+        link.report(messages.Published(version=version))
         return report
 
     def join_publish(self) -> None:
@@ -377,7 +377,7 @@ class PPOTrainer(BaseTrainer):
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Report the checkpoint to the datapipe."""
-        self.link.report(messages.Checkpointed(step, str(path)))
+        self.link.report(messages.Checkpointed(step=step, path=str(path)))
 
     def open_link(self) -> TrainerLink:
         """Open a link to the datapipe, for one thread."""

@@ -31,7 +31,7 @@ class Differs(ArealiteError):
     """The replay of a step differs from the run; the message names the step."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class LedgerLink:
     """Answers a trainer as TrainerLink does, from the ledger; training ends before step `stop`."""
 
@@ -47,7 +47,7 @@ class LedgerLink:
 
     def start(self, step: int) -> TrainerReady:
         """Ignore the request: a replay rolls nothing back."""
-        return TrainerReady(step, 0)
+        return TrainerReady(step=step, rolled_back_groups=0)
 
     def next_batch(self, step: int, **_: object) -> tuple[Batch, list[bytes]] | None:
         """Return this rank's shard of the batch that the run trained as `step`."""
@@ -55,7 +55,7 @@ class LedgerLink:
             return None
         headers = self._trained_headers(step)
         batch = batch_for_rank(
-            BatchRequest(step, self.world.rank, self.world.size),
+            BatchRequest(step=step, rank=self.world.rank, world_size=self.world.size),
             headers,
             updates=self.config.trainer.ppo.updates,
             seed=self.config.seed,
@@ -146,9 +146,9 @@ def replay(
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
 
     def connect_ledger() -> Any:
-        return LedgerLink(ledger, config, world, stop=stop, on_step=on_step)
+        return LedgerLink(ledger=ledger, config=config, world=world, stop=stop, on_step=on_step)
 
-    components = Components(world, **load_ppo_engines(config), connect=connect_ledger)
+    components = Components(world=world, **load_ppo_engines(config), connect=connect_ledger)
     trainer = Replayer(config, components)
     try:
         trainer.train()

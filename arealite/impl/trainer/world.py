@@ -37,7 +37,7 @@ of torchrun sets it; without an agent, rank 0 serves the store."""
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """This process among the ranks."""
 
@@ -84,7 +84,7 @@ class World:
             world_size=size,
             timeout=TIMEOUT,
         )
-        return cls(rank, size)
+        return cls(rank=rank, size=size)
 
     def all(self, flag: bool) -> bool:
         """Return whether `flag` is true on every rank."""
@@ -137,7 +137,9 @@ class World:
         number = counters.get("collectives", 0.0) + 1
         counters["collectives"] = number
         counters["ranks"] = self.size
-        return Wait(f"collective {number:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS)
+        return Wait(
+            what=f"collective {number:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS
+        )
 
 
 def serve_store(host: str) -> TCPStore:
@@ -208,7 +210,7 @@ def _meet(store: TCPStore, rank: int, size: int, seconds: float) -> Store:
             absent = ", ".join(map(str, missing))
             raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
 
-    with Wait("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
+    with Wait(what="ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
         if rank == 0:
             name = attempt_id
             _gather_ranks(store, name, size, check_deadline)

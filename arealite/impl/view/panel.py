@@ -204,7 +204,8 @@ def health(shot: Snapshot) -> Iterator[Row]:
     failures = sorted(shot.failures.items())
     counts = [f"{name} {count:,}" for name, count in failures]
     if counts:
-        yield Row(1, "failures", Text(", ".join(counts)))
+        line = ", ".join(counts)
+        yield Row(1, "failures", Text(line))
     elif "rollout/episodes" in newest:
         yield Row(5, "failures", Text("none"))
     blocks_others = any(finding.waiters for finding in shot.findings)

@@ -124,10 +124,16 @@ def table(rows: Sequence[Row]) -> dict[str, object]:
         columns[name] = [getattr(row.group, name) for row in rows]
     for name in SHOWN:
         columns[name] = [getattr(row.header, name) for row in rows]
-    steps = [row.group.step for row in rows]
-    columns["step"] = [None if step is None else step + 1 for step in steps]
+    columns["step"] = [_step_from_1(row.group) for row in rows]
     columns["chunks"] = [len(chunk) for chunk in cut(rows)]
     return columns
+
+
+def _step_from_1(group: GroupRow) -> int | None:
+    """Return a group's step as the report counts it; None if the group is not trained."""
+    if group.step is None:
+        return None
+    return group.step + 1
 
 
 def cut(rows: Sequence[Row]) -> Iterator[list[Row]]:

@@ -14,7 +14,7 @@ Named = tuple[str, torch.Tensor]
 """A tensor and its name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Names, dtypes and shapes of the tensors in a bucket: three lists of one length."""
 
@@ -33,7 +33,7 @@ class Layout:
         return total_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Some tensors of a model, to be sent one by one or as one tensor of bytes."""
 

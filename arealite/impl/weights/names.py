@@ -38,7 +38,7 @@ Parts = dict[str, Tensors]
 """Tensors of incomplete groups: {key of the group: {name: tensor}}."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Group:
     """Tensors of a folder, and the tensors of the model that are made of them."""
 

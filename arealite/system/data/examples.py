@@ -36,7 +36,7 @@ Row = tuple[str, dict[str, object]]
 Messages = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Example:
     """The tokens of one row."""
 
@@ -46,7 +46,7 @@ class Example:
     """uint8 [T]: CONTEXT, ASSISTANT or NEXT_STATE"""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Unread:
     """Names in the rows that nothing reads. The values are not used; the order is that of rows."""
 

@@ -58,7 +58,7 @@ FINAL_CHECKPOINT_S = 5.0
 LINGER_MS = 1000
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Datapipe:
     """Owns the position in the dataset, the leases, the ledger and the batches of one trial."""
 
@@ -107,8 +107,8 @@ class Datapipe:
         self.scaling = None
         if self.registry is not None and ppo.collector.autoscale.enabled:
             self.scaling = Scaling(
-                config,
-                self.registry,
+                config=config,
+                registry=self.registry,
                 store=self.store,
                 workers=self.workers,
             )
@@ -284,7 +284,7 @@ class Datapipe:
         self.requests.rejections.record(route.hex(), str(error))
         if any(worker.route == route for worker in self.workers.by_id.values()):
             first_frame = frames[1] if len(frames) > 1 else b""
-            self._send(route, Ack(crc32(first_frame)))
+            self._send(route, Ack(checksum=crc32(first_frame)))
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
         ended, to_resend = self.workers.update(route, state)
@@ -297,8 +297,8 @@ class Datapipe:
             )
             self._send_lease(self.workers.by_id[state.worker_id], active)
         if self.requests.finish is not None:
-            self._send(route, Drain(self.requests.finish.reason))
-        self._send(route, Ack(0))
+            self._send(route, Drain(reason=self.requests.finish.reason))
+        self._send(route, Ack(checksum=0))
 
     def _take_result(
         self,
@@ -313,7 +313,7 @@ class Datapipe:
         self.requests.changed = True
         # An invalid result is acknowledged too: otherwise its worker would resend it forever.
         route = frames[0]
-        acknowledgement = Ack(crc32(frames[1]))
+        acknowledgement = Ack(checksum=crc32(frames[1]))
         self.writer.after_commit(partial(self._send, route, acknowledgement))
         failure_report = too_many_failures(
             self.store.failed_window,
@@ -330,7 +330,7 @@ class Datapipe:
             if not self.requests.take(route, request):
                 return
         except InvariantError as error:
-            self._send(route, Refused(wire.request_name(request), str(error)))
+            self._send(route, Refused(request=wire.request_name(request), reason=str(error)))
             if not isinstance(error, OutOfStep):
                 raise
             self.requests.rejections.record(route.hex(), str(error))
@@ -352,7 +352,7 @@ class Datapipe:
     def _drain_workers(self, reason: str) -> None:
         for worker in self.workers.by_id.values():
             if worker.route is not None:
-                self._send(worker.route, Drain(reason))
+                self._send(worker.route, Drain(reason=reason))
 
     # ------------------------------------------------------------ leases and batches
 

@@ -122,7 +122,10 @@ class GroupStore:
         if group is None or lease.lease_id not in group.leases:
             return
         if is_lost:
-            failure = Failure(LOST, "the worker exited, was silent, or does not list the lease")
+            failure = Failure(
+                failure_class=LOST,
+                detail="the worker exited, was silent, or does not list the lease",
+            )
             for member in group.unfinished(group.leases[lease.lease_id]):
                 self._add_failure(group, member, lease.lease_id, failure)
         del group.leases[lease.lease_id]
@@ -219,7 +222,9 @@ class GroupStore:
             self.late_results += 1
             if episode.lease_id not in group.leases:
                 return  # the lease was lost, and the member is leased again
-            failure = Failure("too_old", "tokens older than the lease's version")
+            failure = Failure(
+                failure_class="too_old", detail="tokens older than the lease's version"
+            )
         if failure is None:
             self._add_finished(group, episode, payloads)
         elif self._add_failure(group, episode.member, episode.lease_id, failure):
@@ -293,7 +298,9 @@ class GroupStore:
         for group in self.groups.values():
             start = group.start
             if start is not None and group.step is None:
-                yield staleness.Candidate(start, group.seq, group.state == "complete")
+                yield staleness.Candidate(
+                    start=start, seq=group.seq, is_complete=group.state == "complete"
+                )
 
     def compose(self) -> list[Group] | None:
         """Compose the next batch and return its groups; None while no batch may be released."""

@@ -49,7 +49,7 @@ class Rejections(Counter[str]):
         self[name] += 1
 
 
-class ResultIds(msgspec.Struct, tag="Result"):
+class ResultIds(msgspec.Struct, tag="Result", kw_only=True):
     """The ids of a Result with an invalid field, such as a number out of range."""
 
     worker_id: str
@@ -74,7 +74,7 @@ def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
         return _decode_ids(frame), str(error)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Intake:
     """Validates episodes and turns, and stores them for training or evaluation."""
 
@@ -129,7 +129,7 @@ class Intake:
                 group_id=episode.group_id,
                 member=episode.member,
                 headers=[],
-                failure=Failure("rejected", error[:MAX_DETAIL]),
+                failure=Failure(failure_class="rejected", detail=error[:MAX_DETAIL]),
             )
         if not is_leased or not isinstance(episode, Episode):
             return

@@ -28,7 +28,7 @@ SPARE = 0.8
 """Share of capacity in use: a worker is removed below it, and added only from it on."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Scaling:
     """Chooses the number of episodes and of workers of one run."""
 

@@ -49,7 +49,7 @@ class OutOfStep(InvariantError):
     """A request does not match the ledger; its sender is faulty or stale, and only it must stop."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class TrainerRequestHandler:
     """Handles requests of the trainer, and stores requests that cannot be answered yet.
 
@@ -135,7 +135,7 @@ class TrainerRequestHandler:
                 self.writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
             case _:
                 self._record(request)
-                self._send_after_commit(route, messages.Done(request_name(request)))
+                self._send_after_commit(route, messages.Done(request=request_name(request)))
         return True
 
     def _send_after_commit(self, route: bytes, answer: msgspec.Struct) -> None:
@@ -145,10 +145,10 @@ class TrainerRequestHandler:
     def _take_start(self, route: bytes, start: TrainerStart) -> None:
         if start.ticket == 0:
             self._issued += 1 + secrets.randbelow(1 << 19)  # hard to guess for other peers
-            self.send(route, messages.Ticket(self._issued))
+            self.send(route, messages.Ticket(number=self._issued))
             return
         if start.ticket == self._ticket:
-            self.send(route, messages.TrainerReady(start.step, 0))
+            self.send(route, messages.TrainerReady(step=start.step, rolled_back_groups=0))
             return
         lowest_ticket = self._ticket + 1
         if self._start is not None:
@@ -180,7 +180,7 @@ class TrainerRequestHandler:
         for eval_id, metrics in self.evals.take_finished():
             self.store.ledger.add_eval(eval_id, metrics)
             route, _ = self._eval_requests.pop(eval_id)
-            self._send_after_commit(route, messages.EvalResult(eval_id, metrics))
+            self._send_after_commit(route, messages.EvalResult(eval_id=eval_id, metrics=metrics))
 
     def send_waiting(self) -> None:
         """Send a Waiting message, with the reason of the wait, for each pending request."""
@@ -188,17 +188,17 @@ class TrainerRequestHandler:
         self._log_slow_episodes()
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
-            self.send(route, messages.Waiting(request_name(request), detail))
+            self.send(route, messages.Waiting(request=request_name(request), detail=detail))
         if self._start is not None:
             route, start = self._start
             silent_s = time.monotonic() - self.last_request
             detail = f"the previous trainer, last request {silent_s:.1f} s ago"
-            self.send(route, messages.Waiting(request_name(start), detail))
+            self.send(route, messages.Waiting(request=request_name(start), detail=detail))
         for eval_id, (route, request) in self._eval_requests.items():
             groups = self.evals.runs[eval_id]
             samples_left = sum(self.evals.samples_left(group) for group in groups)
             detail = f"evaluation {eval_id}: {samples_left} samples left, {in_flight}"
-            self.send(route, messages.Waiting(request_name(request), detail))
+            self.send(route, messages.Waiting(request=request_name(request), detail=detail))
 
     def refuse(self, reason: str) -> None:
         """Refuse all pending requests, because the run stops."""
@@ -209,7 +209,7 @@ class TrainerRequestHandler:
         if self._start is not None:
             pending.append(self._start)
         for route, request in pending:
-            self.send(route, messages.Refused(request_name(request), reason))
+            self.send(route, messages.Refused(request=request_name(request), reason=reason))
 
     # ------------------------------------------------------------ batches
 
@@ -332,7 +332,7 @@ class TrainerRequestHandler:
         step = request.step
         next_step = self.store.next_step
         if self.finish is not None:
-            self.send(route, messages.Finished(self.finish.reason))
+            self.send(route, messages.Finished(reason=self.finish.reason))
         elif step > next_step:
             raise OutOfStep(
                 f"rank {request.rank} requests batch {step}, but the next is {next_step}"
@@ -345,7 +345,7 @@ class TrainerRequestHandler:
     def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
         metrics = self.evals.results.get(request.eval_id)
         if metrics is not None:
-            self.send(route, messages.EvalResult(request.eval_id, metrics))
+            self.send(route, messages.EvalResult(eval_id=request.eval_id, metrics=metrics))
             return
         if not self.is_waiting:
             self.waiting_since = time.monotonic()
@@ -361,7 +361,7 @@ class TrainerRequestHandler:
             if self.last_request < 0:  # no trainer has started
                 raise InvariantError(start_error)
             self._start = None
-            self.send(route, messages.Refused(request_name(start), start_error))
+            self.send(route, messages.Refused(request=request_name(start), reason=start_error))
             return
         self.store.ledger.set_meta("ticket", str(start.ticket))
         self.store.filtered.reset()
@@ -374,7 +374,7 @@ class TrainerRequestHandler:
         self.last_request = time.monotonic()
         self.changed = True
         logger.info("training begins", step=start.step, rolled_back_groups=num_rolled_back)
-        self.send(route, messages.TrainerReady(start.step, num_rolled_back))
+        self.send(route, messages.TrainerReady(step=start.step, rolled_back_groups=num_rolled_back))
 
     def _start_error(self, step: int) -> str:
         """Return the reason why no trainer can start at `step`; "" if a trainer can."""
@@ -403,7 +403,7 @@ class TrainerRequestHandler:
         logger.warning("groups set aside", step=request.step, groups=reasons)
         self.store.filter_unusable(request.step, reasons)
         self.changed = True
-        self.send(route, messages.Done(request_name(request)))
+        self.send(route, messages.Done(request=request_name(request)))
 
     def _record(self, request: FromTrainer) -> None:
         match request:
@@ -460,7 +460,7 @@ class TrainerRequestHandler:
         if self.finish is None or self.finish.reason == STOP_WAITING:
             self.finish = finish
         for route, _ in self._batch_requests.values():
-            self.send(route, messages.Finished(finish.reason))
+            self.send(route, messages.Finished(reason=finish.reason))
         self._batch_requests.clear()
 
 

@@ -19,7 +19,7 @@ LEASE_ARRIVAL_S = 3.0
 """A lease that a worker does not list this long after it was sent is sent again."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ActiveLease:
     """A lease in use by a worker. Its group may be filtered before the lease ends."""
 
@@ -36,7 +36,7 @@ class ActiveLease:
         return msgspec.structs.replace(self.lease, members=sorted(self.unfinished))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Worker:
     """One rollout worker."""
 
@@ -88,7 +88,7 @@ class Workers:
             worker.limit = 0 if worker.worker_id == leaving else limit
 
     def _get_or_add(self, worker_id: str) -> Worker:
-        return self.by_id.setdefault(worker_id, Worker(worker_id, limit=self._limit))
+        return self.by_id.setdefault(worker_id, Worker(worker_id=worker_id, limit=self._limit))
 
     def assign(
         self,

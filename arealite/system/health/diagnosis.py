@@ -61,7 +61,7 @@ ABSENT_S = 2.0
 ROLE = re.compile(r"\b(?:datapipe|rollout|trainer)-\d+\b")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One role that blocks other roles or is unhealthy."""
 
@@ -79,7 +79,7 @@ class Finding:
     """Process id of the role; 0: the process is on another host."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoleStatus:
     """State of one process, from its vitals and from the kernel."""
 
@@ -203,7 +203,7 @@ def read_roles(folder: Path) -> list[RoleStatus]:
         if vitals.host == socket.gethostname():
             age_s = min(age_s, time.monotonic() - vitals.clock)
             state = _kernel_state(vitals)
-        roles.append(RoleStatus(vitals, max(0.0, age_s), state))
+        roles.append(RoleStatus(vitals=vitals, age_s=max(0.0, age_s), state=state))
     return roles
 
 

@@ -56,7 +56,7 @@ class CpuTimes(NamedTuple):
     """Number of time slices."""
 
 
-class Waits(msgspec.Struct):
+class Waits(msgspec.Struct, kw_only=True):
     """Equal waits of one process: the oldest, and how many there are."""
 
     what: str
@@ -71,7 +71,7 @@ class Waits(msgspec.Struct):
     count: int = 1
 
 
-class Vitals(msgspec.Struct):
+class Vitals(msgspec.Struct, kw_only=True):
     """Vitals of one process, written about once a second."""
 
     name: str

@@ -33,7 +33,7 @@ END_S = 5.0
 """Seconds for the cleanup of a body after its deadline; see `Wait.run`."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Wait:
     """One wait that crosses a process, and the context manager that shows it: `with Wait(…):`.
 

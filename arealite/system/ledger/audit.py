@@ -38,7 +38,7 @@ HEADER_COLUMNS = [name for name in COVERED_NAMES["trajectories"] if name != "hea
 OnRow = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Guarantees:
     """The guarantees of a run, from the configs of all its starts."""
 
@@ -63,7 +63,7 @@ class Guarantees:
         return cls(max_staleness=max_staleness, attempts=attempts)
 
 
-class Mark(msgspec.Struct, frozen=True):
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """The position up to which a ledger passed an audit."""
 
     row: int = 0

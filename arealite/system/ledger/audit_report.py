@@ -12,7 +12,7 @@ IN_STATE = {
 """By line of the balance: the states of its groups."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Balance:
     """offered = trained + filtered + buffered + in_flight, in groups or in tokens received."""
 
@@ -43,7 +43,7 @@ class Balance:
         return self.offered == self.trained + self.filtered + self.buffered + self.in_flight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AuditReport:
     """The counts and the problems that an audit found in a ledger."""
 

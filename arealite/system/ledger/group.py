@@ -23,7 +23,7 @@ MAX_BACK_OFF_S = 5.0
 """Maximum delay after a failure."""
 
 
-class Group(msgspec.Struct, eq=False):
+class Group(msgspec.Struct, eq=False, kw_only=True):
     """One group that is not trained yet."""
 
     seq: int

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 
-class TokenStats(msgspec.Struct, frozen=True):
+class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
     """The trajectories that one rank trained at one step. Arrays are raw little-endian bytes.
 
     NaN: the token had no loss, or the trainer computed no logprob for it.

@@ -37,7 +37,7 @@ Answer = tuple[ToTrainer, list[bytes]]
 OnWait = Callable[[Waiting], bool] | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class TrainerLink:
     """The connection of one rank.
 
@@ -64,11 +64,11 @@ class TrainerLink:
 
     def start(self, step: int) -> messages.TrainerReady:
         """Begin training at `step` (rank 0 only); the datapipe rolls the ledger back to it."""
-        request = messages.TrainerStart(step, self.world_size)
+        request = messages.TrainerStart(step=step, world_size=self.world_size)
         answer = self._request(request, lambda message: isinstance(message, messages.Ticket))
         ticket, _ = cast(tuple[messages.Ticket, list[bytes]], answer)
         self.ticket = ticket.number
-        request = messages.TrainerStart(step, self.world_size, ticket=ticket.number)
+        request = messages.TrainerStart(step=step, world_size=self.world_size, ticket=ticket.number)
         answer = self._request(request, lambda message: isinstance(message, messages.TrainerReady))
         ready, _ = cast(tuple[messages.TrainerReady, list[bytes]], answer)
         return ready
@@ -90,10 +90,10 @@ class TrainerLink:
 
         def while_waiting(waiting: Waiting) -> bool:
             if on_wait is not None and on_wait(waiting):
-                self._send(messages.Finish(wire.STOP_WAITING))
+                self._send(messages.Finish(reason=wire.STOP_WAITING))
             return False
 
-        request = messages.BatchRequest(step, self.rank, self.world_size)
+        request = messages.BatchRequest(step=step, rank=self.rank, world_size=self.world_size)
         answer = self._request(request, is_answer, while_waiting)
         if answer is None:
             return None
@@ -102,12 +102,12 @@ class TrainerLink:
 
     def report(self, message: FromTrainer) -> None:
         """Send a message whose answer is Done; return once the datapipe has stored it."""
-        done = messages.Done(wire.request_name(message))
+        done = messages.Done(request=wire.request_name(message))
         self._request(message, lambda answer: answer == done)
 
     def evaluate(self, eval_id: int) -> None:
         """Request an evaluation that runs during training; `eval_result` returns its scores."""
-        self._evals[eval_id] = messages.EvalRequest(eval_id)
+        self._evals[eval_id] = messages.EvalRequest(eval_id=eval_id)
         self._send(self._evals[eval_id])
 
     def eval_result(self, *, wait: bool, on_wait: OnWait = None) -> EvalResult | None:
@@ -149,7 +149,7 @@ class TrainerLink:
         """
         name = wire.request_name(request)
         owner = f"trainer rank {self.rank}"
-        with Wait(name, owner=owner, on="datapipe-0", replies_soon=True) as wait:
+        with Wait(what=name, owner=owner, on="datapipe-0", replies_soon=True) as wait:
             begin = time.monotonic()
             reported_at = begin
             resolved_at = begin
@@ -182,7 +182,9 @@ class TrainerLink:
                     self._send(request)
                 is_silent = received is None and silent_s > 1.0
                 if is_silent and now - reported_at > 1.0:
-                    waiting = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
+                    waiting = Waiting(
+                        request=name, detail=f"the datapipe, silent for {silent_s:.1f} s"
+                    )
                 if on_wait is None or waiting is None or waiting.request != name:
                     continue
                 reported_at = now

@@ -32,7 +32,7 @@ RESEND_S = 5.0
 """A result that is not acknowledged for this long is resent."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Unacknowledged:
     """A sent result that is not acknowledged."""
 
@@ -45,7 +45,7 @@ Turns = tuple[Lease, list[TurnHeader], list[bytes]]
 """Turns of one episode: its lease, headers and payloads."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class WorkerLink:
     """The connection of one worker. `capacity` counts episodes: a lease of m members uses m."""
 
@@ -86,7 +86,7 @@ class WorkerLink:
     async def next_lease(self) -> Lease | None:
         """Wait for a lease, without a deadline; return None once the run ends."""
         self._wait = Wait(
-            "a lease",
+            what="a lease",
             owner=self.worker_id,
             on="datapipe-0",
             replies_soon=True,
@@ -110,7 +110,9 @@ class WorkerLink:
                 as a failure.
         """
         if max(map(len, payloads), default=0) > self.max_frame_mb << 20:
-            failure = Failure("too_large", f"above datapipe.max_frame_mb={self.max_frame_mb}")
+            failure = Failure(
+                failure_class="too_large", detail=f"above datapipe.max_frame_mb={self.max_frame_mb}"
+            )
             payloads = []
             episode = Episode(
                 lease_id=episode.lease_id,
@@ -245,9 +247,9 @@ class WorkerLink:
         for episode, episode_payloads in outbox:
             episodes.append(episode)
             payloads += episode_payloads
-        result = wire.encode(messages.Result(self.worker_id, episodes))
+        result = wire.encode(messages.Result(worker_id=self.worker_id, episodes=episodes))
         frames = [result, *drop_repeated_prompts(payloads)]
-        self._unacknowledged[crc32(result)] = _Unacknowledged(frames, episodes)
+        self._unacknowledged[crc32(result)] = _Unacknowledged(frames=frames, episodes=episodes)
         if self._channel is not None:
             self._channel.send(frames)
 

@@ -32,7 +32,7 @@ POLL_S = 0.1
 """Seconds between two polls of `wait`; no file event works on every file system."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """One live name."""
 
@@ -55,7 +55,7 @@ class _Reading(NamedTuple):
     """When the file was last read, by the monotonic clock."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class NameRegistry:
     """The names of one trial. A name that was not renewed for `ttl_s` is dead and is not listed."""
 
@@ -208,7 +208,7 @@ class NameRegistry:
         live: list[tuple[Path, Entry]] = []
         for file in files:
             root = file.parents[1]
-            for entry in NameRegistry(root, ttl_s=self.ttl_s).list(role):
+            for entry in NameRegistry(root=root, ttl_s=self.ttl_s).list(role):
                 if entry.id == entry_id:
                     live.append((root, entry))
         return live
@@ -294,7 +294,9 @@ class NameRegistry:
         Raises:
             DeadlineError: they did not appear in time.
         """
-        with Wait(f"{count} live '{role}' in {self.root}", owner=owner, on=role, seconds=seconds):
+        with Wait(
+            what=f"{count} live '{role}' in {self.root}", owner=owner, on=role, seconds=seconds
+        ):
             while True:  # files have no event
                 entries = await asyncio.to_thread(self.list, role)
                 if len(entries) >= count:

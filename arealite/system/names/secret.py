@@ -20,7 +20,7 @@ FILE = "secret"
 NUM_BYTES = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Secret:
     """The secret of one trial."""
 
@@ -58,7 +58,7 @@ def read_secret(folder: Path) -> Secret | None:
         )
     if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", digits):
         raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
-    return Secret(bytes.fromhex(digits))
+    return Secret(key=bytes.fromhex(digits))
 
 
 def create_secret(folder: Path) -> Secret:

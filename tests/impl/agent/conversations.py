@@ -170,7 +170,13 @@ def make(
     factory = AgentFactory(None, client=ScriptedClient(script), tokenizer=tokenizer)
     config = AgentConfig(type=kind)
     own = type(getattr(config, kind))(**options)
-    seat = Seat("agent", "g", "l/0", 0, SamplingConfig(max_new_tokens=max_new_tokens))
+    seat = Seat(
+        name="agent",
+        group_id="g",
+        episode_id="l/0",
+        min_version=0,
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+    )
     return factory.make_agent(AgentConfig(type=kind, **{kind: own}), seat)
 
 

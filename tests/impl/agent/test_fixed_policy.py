@@ -96,7 +96,7 @@ async def frozen(tmp_path: Path, model: Path, **options: Any):
     own = {"server": "judge/one", "model_path": str(model), "sampling": SAMPLING} | options
     config = experiment(tmp_path, FixedPolicyConfig(**own))
     other = replace(config, experiment_name="judge", trial_name="one")
-    names = NameRegistry(name_dir(other), ttl_s=600.0)
+    names = NameRegistry(root=name_dir(other), ttl_s=600.0)
     async with FakeSGLang(next_token=lambda ids: 64 + len(ids) % 26) as server:
         names.put("llm_server", "s0", server.entry())
         async with collecting(config) as collector:
@@ -213,7 +213,7 @@ async def test_endpoint_agent_stops_after_max_turns(tmp_path) -> None:
         )
         factory = AgentFactory(None, client=ScriptedClient(), tokenizer=tokenizer())
         await factory.share(config, stack)
-        agent = factory.make_agent(config, Seat("other"))
+        agent = factory.make_agent(config, Seat(name="other"))
         actions = [await agent.act("a") for _ in range(2)]
         assert [(action.text, action.is_last) for action in actions] == [("1: a", True), ("", True)]
         with pytest.raises(RewardNotFinite, match="finite"):

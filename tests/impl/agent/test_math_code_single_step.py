@@ -19,7 +19,7 @@ def agent(tok=None, **settings):
     config = AgentConfig(math_code_single_step=MathCodeSingleStepConfig(**settings))
     client = ScriptedClient(lambda request: response([10, 11, 2]))
     factory = AgentFactory(None, client=client, tokenizer=tok if tok is not None else tokenizer())
-    return factory.make_agent(config, Seat("agent", "g", "e"))
+    return factory.make_agent(config, Seat(name="agent", group_id="g", episode_id="e"))
 
 
 def template_less():

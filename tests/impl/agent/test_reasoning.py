@@ -166,7 +166,12 @@ async def test_thought_that_ends_inside_a_token_is_kept() -> None:
 async def test_recorded_turns_are_unchanged() -> None:
     tokenizer = chat_tokenizer("chatml")
     answer = said(tokenizer, THOUGHT + "the")
-    before = LLMResponse(answer.output_ids[:], answer.logprobs, answer.versions, "stop")
+    before = LLMResponse(
+        output_ids=answer.output_ids[:],
+        logprobs=answer.logprobs,
+        versions=answer.versions,
+        stop_reason="stop",
+    )
     agent = make("reasoning", tokenizer, [answer, answer], keep="none")
     await agent.act("a")
     sent = agent.record.turns[0].input_ids[:]

@@ -19,7 +19,7 @@ CHOICES = Observation("move", choices=tuple("abcdefgh"))
 def scripted(group: str = "g", episode: str = "lease/0", name: str = "o", **options) -> Agent:
     config = AgentConfig(type="scripted", scripted=ScriptedConfig(**options))
     factory = AgentFactory(None, client=ScriptedClient(), tokenizer=tokenizer())
-    return factory.make_agent(config, Seat(name, group, episode))
+    return factory.make_agent(config, Seat(name=name, group_id=group, episode_id=episode))
 
 
 async def says(agent: Agent, turns: int = 6) -> str:

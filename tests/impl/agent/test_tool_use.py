@@ -36,8 +36,8 @@ async def test_conversation_with_calls_is_one_segment() -> None:
     action = await agent.act(Observation("a", tools=TOOLS))
     assert action.text.strip() == "Both:"
     assert action.calls == (
-        ToolCall("c00010000", "add", {"a": 1}),
-        ToolCall("c00010001", "find", {}),
+        ToolCall(call_id="c00010000", name="add", arguments={"a": 1}),
+        ToolCall(call_id="c00010001", name="find", arguments={}),
     )
     last = await agent.act(answers(action.calls))
     assert (last.text, last.calls) == ("12", ())
@@ -91,7 +91,7 @@ async def test_format_is_configurable() -> None:
     call = '{"name": "add", "parameters": {"a": 1}}'
     agent = make("tool_use", tokenizer, [said(tokenizer, call)], format="llama_json")
     action = await agent.act(Observation("a", tools=TOOLS))
-    assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
+    assert action.calls == (ToolCall(call_id="c00010000", name="add", arguments={"a": 1}),)
 
 
 async def test_format_is_found_from_the_chat_template() -> None:
@@ -99,7 +99,7 @@ async def test_format_is_found_from_the_chat_template() -> None:
     call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
     agent = make("tool_use", tokenizer, [said(tokenizer, call)])
     action = await agent.act(Observation("a", tools=TOOLS))
-    assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
+    assert action.calls == (ToolCall(call_id="c00010000", name="add", arguments={"a": 1}),)
 
 
 async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) -> None:
@@ -147,7 +147,9 @@ async def test_conversation_in_channels_continues_after_a_call_and_is_one_segmen
 
 def answered(tokenizer: Any, text: str) -> LLMResponse:
     ids = encode(tokenizer, text)
-    return LLMResponse(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+    return LLMResponse(
+        output_ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), stop_reason="stop"
+    )
 
 
 async def test_call_that_the_prompt_begins_is_read() -> None:

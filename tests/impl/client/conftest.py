@@ -42,10 +42,10 @@ def request(group: str = "g", **settings: Any) -> LLMRequest:
     sampling = {"max_new_tokens": 8} | {k: v for k, v in settings.items() if k in names}
     rest = {k: v for k, v in settings.items() if k not in names}
     return LLMRequest(
-        rest.pop("request_id", f"{group}/0"),
-        group,
-        rest.pop("input_ids", [10, 20, 30]),
-        SamplingConfig(**sampling),
+        request_id=rest.pop("request_id", f"{group}/0"),
+        group_id=group,
+        input_ids=rest.pop("input_ids", [10, 20, 30]),
+        sampling=SamplingConfig(**sampling),
         **rest,
     )
 
@@ -61,7 +61,7 @@ def experiment(tmp_path: Path) -> ExperimentConfig:
 def site(experiment: ExperimentConfig) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
-        names = NameRegistry(name_dir(experiment), ttl_s=600.0, heartbeat_s=0.02)
+        names = NameRegistry(root=name_dir(experiment), ttl_s=600.0, heartbeat_s=0.02)
         # Deadlines that do not pass unless a test shortens them.
         limits = {"request_timeout_s": 60.0, "connect_timeout_s": 60.0}
         own = SGLangClientConfig(**({"refresh_s": 0.05} | limits | client))

@@ -13,7 +13,9 @@ from arealite.system.health.waits import Wait
 def router(*versions: int, alive: bool = True) -> Router:
     made = Router()
     for index, version in enumerate(versions):
-        server = Server(f"s{index}", f"http://127.0.0.1:{9000 + index}", version, alive=alive)
+        server = Server(
+            id=f"s{index}", address=f"http://127.0.0.1:{9000 + index}", version=version, alive=alive
+        )
         made.servers[server.id] = server
     return made
 
@@ -63,10 +65,10 @@ def test_number_of_remembered_groups_is_bounded(monkeypatch) -> None:
 
 
 async def test_lost_server_interrupts_its_waits() -> None:
-    server = Server("s", "http://127.0.0.1:9", alive=True)
+    server = Server(id="s", address="http://127.0.0.1:9", alive=True)
 
     async def ask() -> None:
-        with Wait("an answer", owner="llm client", seconds=60) as wait:
+        with Wait(what="an answer", owner="llm client", seconds=60) as wait:
             server.waits[wait] = None
             await asyncio.Event().wait()
 

@@ -97,7 +97,9 @@ async def test_update_that_aborts_a_stream_continues_it(site) -> None:
 
 async def test_resumed_tokens_are_not_passed_on_again(site) -> None:
     told = Told()
-    resumed = LLMResponse(EIGHT[:3], [-0.5] * 3, [0] * 3, "", 0)
+    resumed = LLMResponse(
+        output_ids=EIGHT[:3], logprobs=[-0.5] * 3, versions=[0] * 3, stop_reason="", interruptions=0
+    )
     async with site() as s:
         response = await s.generate(on_tokens=told.append, resumed=resumed)
     assert told.ids == EIGHT[3:]
@@ -203,7 +205,15 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
     raw = b"".join(events(ids, ends, disjoint=disjoint, queue=data.draw(st.booleans())))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(raw) - 1), max_size=9)))
     told = Told()
-    stream = wire.Stream(LLMRequest("r", "g", [1], SamplingConfig(), on_tokens=told.append))
+    stream = wire.Stream(
+        LLMRequest(
+            request_id="r",
+            group_id="g",
+            input_ids=[1],
+            sampling=SamplingConfig(),
+            on_tokens=told.append,
+        )
+    )
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         stream.feed(raw[begin:end])
     answer = stream.answer

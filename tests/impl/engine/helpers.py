@@ -77,7 +77,14 @@ def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) 
         if len(rows) % 2:
             common = rows[-1].tokens[: 2 * length // 3]
             tokens[: len(common)] = common
-        rows.append(Sequence(tokens, mask, temperature or float(rng.uniform(0.5, 1.5)), fields))
+        rows.append(
+            Sequence(
+                tokens=tokens,
+                loss_mask=mask,
+                temperature=temperature or float(rng.uniform(0.5, 1.5)),
+                fields=fields,
+            )
+        )
     total = sum(int(row.loss_mask.sum()) for row in rows)
     for row in rows:
         row.fields["loss_weight"] = np.full(len(row.tokens), 1.0 / total, np.float32)
@@ -112,9 +119,11 @@ def make_engine(
         model_path=str(model),
         seed=seed,
         training=Training(
-            OptimizerConfig(**{"warmup_steps": 0, "weight_decay": 0.1} | (optimizer or {})),
-            1e-2,
-            10,
+            optimizer=OptimizerConfig(
+                **{"warmup_steps": 0, "weight_decay": 0.1} | (optimizer or {})
+            ),
+            lr=1e-2,
+            total_updates=10,
         ),
         head=head,
         adapter=adapter,
@@ -136,7 +145,7 @@ def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 def save(engine: FSDPEngine, path: Path, extra: dict[str, Any]) -> None:
     """Write a checkpoint as a trainer does."""
-    world = World(dist.get_rank(), dist.get_world_size())
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
     write_engines(path, {".": engine}, extra, world)
 
 

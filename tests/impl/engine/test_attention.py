@@ -35,7 +35,13 @@ def rows_with_short_ones() -> list[Sequence]:
         mask = np.arange(length) == 1
         fields = {name: np.full(length, 0.05, np.float32) for name in rows[0].fields}
         rows.insert(
-            at, Sequence(np.arange(5 + at, 5 + at + length, dtype=np.int32), mask, 0.7, fields)
+            at,
+            Sequence(
+                tokens=np.arange(5 + at, 5 + at + length, dtype=np.int32),
+                loss_mask=mask,
+                temperature=0.7,
+                fields=fields,
+            ),
         )
     return rows
 
@@ -151,7 +157,7 @@ def test_rows_do_not_attend_to_other_rows(model: Path) -> None:
 def test_collate_packs_rows() -> None:
     def row(*tokens: int) -> Sequence:
         mask = np.arange(len(tokens)) >= 1
-        return Sequence(np.array(tokens, np.int32), mask, 1.0)
+        return Sequence(tokens=np.array(tokens, np.int32), loss_mask=mask, temperature=1.0)
 
     batch = collate([row(5, 6, 7), row(8), row(9, 10)], CPU, "packed")
     assert batch.input_ids_BW.tolist() == [[5, 6, 8, 9]]

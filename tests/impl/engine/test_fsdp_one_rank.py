@@ -77,7 +77,12 @@ def test_gradients_equal_autograd_with_any_microbatch_budget(
         fields = {k: torch.from_numpy(v[mask]) for k, v in row.fields.items()}
         zeros = torch.zeros(int(mask.sum()), dtype=torch.int64)
         total = (
-            total + LOSS(LossInput({"logprobs": logprobs, "entropy": entropy}, zeros, fields))[0]
+            total
+            + LOSS(
+                LossInput(
+                    outputs={"logprobs": logprobs, "entropy": entropy}, rows_N=zeros, fields=fields
+                )
+            )[0]
         )
     total.backward()
     loss = float(total.detach())
@@ -230,7 +235,13 @@ def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
         make_engine(tmp_path / "nothing")
     with pytest.raises(UserError, match="Unknown dtype 'fp8'"):
         make_engine(model, dtype="fp8")
-    rows = [Sequence(np.arange(4, dtype=np.int32), np.array([0, 0, 1, 1], bool), 0.0)]
+    rows = [
+        Sequence(
+            tokens=np.arange(4, dtype=np.int32),
+            loss_mask=np.array([0, 0, 1, 1], bool),
+            temperature=0.0,
+        )
+    ]
     with pytest.raises(UserError, match="temperature must be above 0"):
         make_engine(model).forward(rows)
 

@@ -67,7 +67,9 @@ def test_value_belongs_to_the_state_before_the_token(untied: Path, tmp_path: Pat
     tokens = torch.arange(3, 12)
     with torch.no_grad():
         expected = [float(loaded(input_ids=tokens[None, :n]).logits) for n in range(1, 9)]
-    row = Sequence(tokens.numpy().astype(np.int32), np.arange(9) > 0, 1.0)
+    row = Sequence(
+        tokens=tokens.numpy().astype(np.int32), loss_mask=np.arange(9) > 0, temperature=1.0
+    )
     (values,) = engine.forward([row])["values"]
     assert np.abs(values[1:]).min() > 1e-3
     np.testing.assert_allclose(values[1:], expected, atol=1e-5)

@@ -110,7 +110,9 @@ class Batch:
                 "advantages": np.full(len(tokens), self.advantages[i]),
                 "loss_weight": np.full(len(tokens), given[i], np.float32),
             }
-            rows.append(Sequence(tokens, mask, TEMPERATURE, fields))
+            rows.append(
+                Sequence(tokens=tokens, loss_mask=mask, temperature=TEMPERATURE, fields=fields)
+            )
         return rows
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -210,7 +212,7 @@ def gradients(
         FSDPConfig(max_tokens_per_microbatch=40),
         model_path=str(model),
         seed=0,
-        training=Training(optimizer, LR, 1),
+        training=Training(optimizer=optimizer, lr=LR, total_updates=1),
     )
     before = {name: tensor.clone() for name, tensor in weights(engine).items()}
     loss_fn: LossFn = make_policy_loss(loss, kl)

@@ -131,7 +131,14 @@ def rows_of_server(path: Path, dtype: str) -> list[Sequence]:
     decoder, draw = make_decoder(model, max_rows=8, seed=0), np.random.default_rng(0)
     prompts = [draw.integers(3, 64, 5 + i).tolist() for i in range(6)]
     requests = [
-        Generation(str(i), ids, SamplingParams(), 20 + i, frozenset(), wants_routing=True)
+        Generation(
+            rid=str(i),
+            prompt=ids,
+            sampling=SamplingParams(),
+            limit=20 + i,
+            stops=frozenset(),
+            wants_routing=True,
+        )
         for i, ids in enumerate([*prompts, prompts[0]])
     ]
     with torch.inference_mode():
@@ -156,7 +163,9 @@ def rows_of_server(path: Path, dtype: str) -> list[Sequence]:
         record = np.pad(record, ((0, 1), (0, 0)), constant_values=255)
         fields = {name: behaviour for name in ("behav_logprobs", "prox_logprobs", "advantages")}
         fields["loss_weight"] = np.full(len(tokens), 0.01, np.float32)
-        rows.append(Sequence(tokens, mask, 1.0, fields, record))
+        rows.append(
+            Sequence(tokens=tokens, loss_mask=mask, temperature=1.0, fields=fields, routing=record)
+        )
     return rows
 
 

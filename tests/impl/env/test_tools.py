@@ -58,7 +58,7 @@ class Actor(Agent):
 
 
 def call(name: str, call_id: str = "c", **arguments: Any) -> ToolCall:
-    return ToolCall(call_id, name, arguments)
+    return ToolCall(call_id=call_id, name=name, arguments=arguments)
 
 
 def calc(expression: str, call_id: str = "c") -> ToolCall:
@@ -87,7 +87,10 @@ async def play():
         await env.setup()
         opened.append(env)
         agent.env = env
-        await env.run(Task("t-1", "6*7?", truth, info or {}), agent=agent)
+        await env.run(
+            Task(task_id="t-1", prompt="6*7?", ground_truth=truth, extra_info=info or {}),
+            agent=agent,
+        )
         return agent
 
     yield run
@@ -204,7 +207,9 @@ async def test_cancelled_episode_cancels_calls_and_ends_the_tools_state(play) ->
     await env.setup()
     odd = env.box.tools["odd"]
     agent = actor([call("odd", what="hang")], "42")
-    task = asyncio.create_task(env.run(Task("t", "?", "1", {}), agent=agent))
+    task = asyncio.create_task(
+        env.run(Task(task_id="t", prompt="?", ground_truth="1", extra_info={}), agent=agent)
+    )
     await odd.hangs.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

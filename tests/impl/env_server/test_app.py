@@ -358,9 +358,9 @@ class GivesUp(Env):
 
 async def test_step_for_a_cancelled_wait_changes_nothing() -> None:
     session = Session(env := GivesUp(None, None), episode_s=60.0)
-    await session.reset(Task("t", "?", None, {}), Reset())
+    await session.reset(Task(task_id="t", prompt="?", ground_truth=None, extra_info={}), Reset())
     env.first.cancel()
-    late = await session.step(Step("late", turn=1))
+    late = await session.step(Step(text="late", turn=1))
     assert (late.observation.content, late.done) == ("second", False)
     await session.end()
 
@@ -457,7 +457,13 @@ async def test_columns_of_a_task_reach_the_reward_function() -> None:
     function = FunctionRewardConfig(paths=[f"{__name__}:rated"])
     math = MathEnvConfig(reward=RewardConfig(type="function", function=function))
     server = EnvServer(EnvServerConfig(env=EnvConfig(type="math", math=math)))
-    task = Task("train-0", "1+1?", None, {}, {"difficulty": 0.5})
+    task = Task(
+        task_id="train-0",
+        prompt="1+1?",
+        ground_truth=None,
+        extra_info={},
+        columns={"difficulty": 0.5},
+    )
     async with server.serving() as address, wired(address) as wire:
         await wire.ask("reset", {"task": msgspec.to_builtins(task)})
         assert (await wire.ask("step", {"text": "four"}))["reward"] == 2.0

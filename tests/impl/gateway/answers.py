@@ -20,7 +20,11 @@ def text(rng: Random, longest: int) -> str:
 def random_answer(rng: Random, *, names: list[str]) -> Answer:
     """Return an answer with a thought, a text and calls, or without some of them."""
     calls = tuple(
-        Call(f"call_{rng.getrandbits(60):x}", rng.choice(names), random_arguments(rng))
+        Call(
+            id=f"call_{rng.getrandbits(60):x}",
+            name=rng.choice(names),
+            arguments=random_arguments(rng),
+        )
         for _ in range(rng.choice([0, 0, 1, 3]) if names else 0)
     )
     tokens = rng.randrange(1, 9)
@@ -35,7 +39,12 @@ def random_answer(rng: Random, *, names: list[str]) -> Answer:
         stop_string="STOP" if stop_reason == "stop_string" else "",
         prompt_tokens=11,
         cached_tokens=4,
-        response=LLMResponse([*range(tokens)], [-0.5] * tokens, [0] * tokens, "stop"),
+        response=LLMResponse(
+            output_ids=[*range(tokens)],
+            logprobs=[-0.5] * tokens,
+            versions=[0] * tokens,
+            stop_reason="stop",
+        ),
         tokens=tuple(rng.choices(LETTERS, k=tokens)),
     )
 
@@ -49,11 +58,11 @@ def random_deltas(rng: Random, answers: list[Answer]) -> Iterator[Delta]:
     """Yield the deltas of answers: cut anywhere, kinds and answers mixed, calls after texts."""
     open_streams = [
         [
-            [*cut(rng, Delta("thought", answer.thought, index=index))],
-            [*cut(rng, Delta("text", answer.text, index=index))]
-            or ([] if answer.calls else [Delta("text", index=index)]),
-            [Delta("call", call=call, index=index) for call in answer.calls],
-            [Delta("end", answer=answer, index=index)],
+            [*cut(rng, Delta(kind="thought", text=answer.thought, index=index))],
+            [*cut(rng, Delta(kind="text", text=answer.text, index=index))]
+            or ([] if answer.calls else [Delta(kind="text", index=index)]),
+            [Delta(kind="call", call=call, index=index) for call in answer.calls],
+            [Delta(kind="end", answer=answer, index=index)],
         ]
         for index, answer in enumerate(answers)
     ]
@@ -67,7 +76,7 @@ def cut(rng: Random, whole: Delta) -> Iterator[Delta]:
     rest = whole.text
     while rest:
         length = rng.randrange(1, 6)
-        yield Delta(whole.kind, rest[:length], index=whole.index)
+        yield Delta(kind=whole.kind, text=rest[:length], index=whole.index)
         rest = rest[length:]
 
 

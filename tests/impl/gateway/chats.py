@@ -73,7 +73,9 @@ class Client:
         end = str(self.tokenizer.eos_token) if end is None else end
         ids = self.splitter.split(sampled + end, self.rng)
         count, reason = len(ids), "stop" if end or stop_string else "length"
-        response = LLMResponse(ids, [0.0] * count, [0] * count, reason)
+        response = LLMResponse(
+            output_ids=ids, logprobs=[0.0] * count, versions=[0] * count, stop_reason=reason
+        )
         answer = msgspec.structs.replace(answer, response=response, stop_string=stop_string)
         self.conversation.add(prompt, answer)
         self.history.append(answer.message())
@@ -87,10 +89,12 @@ class Client:
         self, text: str, thought: str = "", calls: Iterable[tuple[str, dict[str, Any]]] = ()
     ) -> Answer:
         made = [
-            Call(f"c{self.answers:06}{index:02}", name, json.dumps(arguments))
+            Call(id=f"c{self.answers:06}{index:02}", name=name, arguments=json.dumps(arguments))
             for index, (name, arguments) in enumerate(calls)
         ]
-        return Answer(f"a{self.answers}", thought, text, tuple(made), "stop")
+        return Answer(
+            id=f"a{self.answers}", thought=thought, text=text, calls=tuple(made), stop_reason="stop"
+        )
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)

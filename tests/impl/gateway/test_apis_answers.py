@@ -222,13 +222,19 @@ ANSWER = Answer(
     id="a1",
     thought="T",
     text="X",
-    calls=(Call("c1", "ns__g", '{"n": 1}'),),
+    calls=(Call(id="c1", name="ns__g", arguments='{"n": 1}'),),
     stop_reason="calls",
-    response=LLMResponse([1, 2], [-1.0, -2.0], [0, 0], "stop"),
+    response=LLMResponse(
+        output_ids=[1, 2], logprobs=[-1.0, -2.0], versions=[0, 0], stop_reason="stop"
+    ),
     tokens=("X", "!"),
 )
-DELTAS = [Delta("thought", "T"), Delta("text", "X"), Delta("call", call=ANSWER.calls[0])]
-DELTAS += [Delta("end", answer=ANSWER)]
+DELTAS = [
+    Delta(kind="thought", text="T"),
+    Delta(kind="text", text="X"),
+    Delta(kind="call", call=ANSWER.calls[0]),
+]
+DELTAS += [Delta(kind="end", answer=ANSWER)]
 
 
 def test_responses_events_have_the_order_of_openai() -> None:
@@ -270,7 +276,7 @@ def value_at(body: Any, place: str) -> Any:
     return value_at(body[int(first) if first.isdigit() else first], rest)
 
 
-CUT = Answer("a1", thought="T", text="", calls=(), stop_reason="length")
+CUT = Answer(id="a1", thought="T", text="", calls=(), stop_reason="length")
 COUNTED = replace(ANSWER, calls=(), stop_reason="stop", prompt_tokens=11, cached_tokens=4)
 STOPPED_BY_CLIENT = replace(COUNTED, stop_reason="stop_string", stop_string="STOP")
 STOPPED_BY_RUN = replace(STOPPED_BY_CLIENT, stop_string="of the run")

@@ -228,7 +228,12 @@ async def test_older_answer_with_an_equal_twin_keeps_its_continuation() -> None:
     client.say(first, "ok", sampled="ok")
     second = await client.ask(user("more"))
     answer = client.say(second, "fine")
-    client.conversation.add(first, Answer("twin", "", "ok", (), "stop", response=answer.response))
+    client.conversation.add(
+        first,
+        Answer(
+            id="twin", thought="", text="ok", calls=(), stop_reason="stop", response=answer.response
+        ),
+    )
     third = await client.ask(user("again"))
     assert third.ids[: third.origin.reused] == full(second, answer)
 
@@ -389,7 +394,9 @@ async def test_completion_that_repeats_prompt_and_answer_continues_its_tokens() 
     assert cut.ids[: cut.origin.reused] == full(second, ended)[:-1]
     assert (client.text(cut.ids), cut.origin.reason) == (f"{text} ok then", "edited")
     ids = [*full(second, ended), 5, 6]
-    assert (await client.ask(prompt=ids)).origin == Origin(len(ids) - 2, 2, "edited")
+    assert (await client.ask(prompt=ids)).origin == Origin(
+        reused=len(ids) - 2, new=2, reason="edited"
+    )
 
 
 @pytest.mark.parametrize("token", [-1, 10**7, 10**400])

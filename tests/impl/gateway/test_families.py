@@ -23,7 +23,10 @@ LLAMA_ADD = '{"name": "add", "parameters": {"a": 1}}'
 def read(text: str, family: Family = HERMES) -> tuple[str, list[ToolCall]]:
     said, calls = read_calls(text, family)
     assert [call.call_id for call in calls] == [f"call_{n}" for n in range(len(calls))]
-    return said, [ToolCall("", call.name, call.arguments, call.error) for call in calls]
+    return said, [
+        ToolCall(call_id="", name=call.name, arguments=call.arguments, error=call.error)
+        for call in calls
+    ]
 
 
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
@@ -35,7 +38,7 @@ def llama_json(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def made(name: str, arguments: dict[str, object]) -> ToolCall:
-    return ToolCall("", name, arguments)
+    return ToolCall(call_id="", name=name, arguments=arguments)
 
 
 def wrapped(*bodies: str) -> str:

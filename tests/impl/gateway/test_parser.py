@@ -109,7 +109,7 @@ def parse(
     """Parse tokens in random chunks, or whole; check that the deltas add up to the answer."""
     options = {"items": [], "tools": TOOLS, **options}
     request = ChatRequest(**options)
-    prompt = Prompt([0] * 7, Origin(3, 4), opening)
+    prompt = Prompt(ids=[0] * 7, origin=Origin(reused=3, new=4), opening=opening)
     parser = Parser(renderer_of(name), request, prompt, id="a1", index=2)
     deltas: list[Delta] = []
     at = 0
@@ -117,7 +117,9 @@ def parse(
         size = rng.choice((1, 1, 2, 9))
         deltas += parser.feed(ids[at : at + size])
         at += size
-    response = LLMResponse(ids, [0.0] * len(ids), [1] * len(ids), stop_reason)
+    response = LLMResponse(
+        output_ids=ids, logprobs=[0.0] * len(ids), versions=[1] * len(ids), stop_reason=stop_reason
+    )
     rest, answer = parser.finish(response)
     assert (answer.id, answer.prompt_tokens, answer.cached_tokens) == ("a1", 7, 3)
     deltas += rest

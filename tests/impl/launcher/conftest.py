@@ -12,8 +12,20 @@ from arealite.system.health import waits
 from arealite.system.health.diagnosis import examine
 from arealite.system.ledger.audit import AuditReport, Balance
 
-NONE = Balance(0, 0, 0, 0, 0)
-BALANCED = AuditReport(NONE, NONE, {}, {}, 1000, 0, 0, 0, 0, 0, 0)
+NONE = Balance(offered=0, trained=0, filtered=0, buffered=0, in_flight=0)
+BALANCED = AuditReport(
+    groups=NONE,
+    tokens=NONE,
+    filtered_by_reason={},
+    failures_by_class={},
+    steps=1000,
+    checkpoints=0,
+    trained_trajectories=0,
+    mixed_version_trajectories=0,
+    interrupted=0,
+    weight_versions=0,
+    max_staleness=0,
+)
 """One thousand steps."""
 
 

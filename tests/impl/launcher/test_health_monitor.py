@@ -75,7 +75,9 @@ class Watched(Supervisor):
 
 def as_child(process: subprocess.Popen[bytes]) -> Child:
     """Return a process as a child of a supervisor."""
-    return Child("rollout", cast(asyncio.subprocess.Process, process), None, 0)
+    return Child(
+        name="rollout", process=cast(asyncio.subprocess.Process, process), log=None, log_begin=0
+    )
 
 
 async def test_only_a_child_is_killed(
@@ -94,7 +96,7 @@ async def test_only_a_child_is_killed(
     def child(finding: Finding) -> Child | None:
         return as_child(mine) if finding.pid == mine.pid and mine.poll() is None else None
 
-    of_mine = HealthMonitor(tmp_path, Watched(child, say), silent_s=0.5)
+    of_mine = HealthMonitor(folder=tmp_path, supervisor=Watched(child, say), silent_s=0.5)
     watching = asyncio.ensure_future(of_mine.run())
     try:
         assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
@@ -118,8 +120,8 @@ async def test_child_of_a_dead_role_is_killed(
     role.kill()
     role.wait()
     of_role = HealthMonitor(
-        tmp_path,
-        Watched(lambda f: as_child(waiter) if f.blocker == "rollout-0" else None, print),
+        folder=tmp_path,
+        supervisor=Watched(lambda f: as_child(waiter) if f.blocker == "rollout-0" else None, print),
         silent_s=0.5,
     )
     watching = asyncio.ensure_future(of_role.run())
@@ -134,7 +136,13 @@ async def test_starved_child_is_reported_and_not_killed(
 ):
     """A new process would get no CPU either."""
     monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
-    starved = Finding("rollout-0", "starved", 999.0, "it waited for a CPU", pid=stopped[0].pid)
+    starved = Finding(
+        blocker="rollout-0",
+        cause="starved",
+        since_s=999.0,
+        detail="it waited for a CPU",
+        pid=stopped[0].pid,
+    )
     looks, enough = list[Path](), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -147,7 +155,9 @@ async def test_starved_child_is_reported_and_not_killed(
     monkeypatch.setattr(supervisor, "examine", examine)
     said: list[str] = []
     watching = asyncio.ensure_future(
-        HealthMonitor(tmp_path, Watched(lambda f: as_child(stopped[0]), said.append)).run()
+        HealthMonitor(
+            folder=tmp_path, supervisor=Watched(lambda f: as_child(stopped[0]), said.append)
+        ).run()
     )
     await asyncio.wait_for(enough.wait(), 60)
     watching.cancel()
@@ -163,10 +173,14 @@ def test_lasting_finding_of_filtered_groups_is_reported_again(
     now = 1000.0
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
     said: list[str] = []
-    monitor = HealthMonitor(tmp_path, Watched(lambda finding: None, said.append))
+    monitor = HealthMonitor(folder=tmp_path, supervisor=Watched(lambda finding: None, said.append))
     for second in range(700):
         now = 1000.0 + second
-        monitor._report(Finding("datapipe-0", cause, float(second), f"{second} groups"))
+        monitor._report(
+            Finding(
+                blocker="datapipe-0", cause=cause, since_s=float(second), detail=f"{second} groups"
+            )
+        )
     reminders = ["301", "602"] if cause == "filtering" else []
     assert said == [f"datapipe-0 is {cause}: {second} groups" for second in ["0", *reminders]]
 
@@ -186,7 +200,7 @@ async def test_failed_examination_does_not_end_the_monitor(
     monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
     monkeypatch.setattr(supervisor, "examine", examine)
     watching = asyncio.ensure_future(
-        HealthMonitor(tmp_path, Watched(lambda finding: None, print)).run()
+        HealthMonitor(folder=tmp_path, supervisor=Watched(lambda finding: None, print)).run()
     )
     await asyncio.wait_for(looks.wait(), 60)
     watching.cancel()
@@ -194,9 +208,16 @@ async def test_failed_examination_does_not_end_the_monitor(
 
 def test_line_of_a_finding_has_role_cause_place_and_waiters():
     stack = '  File "/a.py", line 3, in run\n    f()\n  File "/my/env.py", line 7, in f\n    spin\n'
-    finding = Finding("rollout-0", "blocked", 9.0, "its loop runs nothing", stack, ("x", "y", "z"))
+    finding = Finding(
+        blocker="rollout-0",
+        cause="blocked",
+        since_s=9.0,
+        detail="its loop runs nothing",
+        stack=stack,
+        waiters=("x", "y", "z"),
+    )
     text = describe(finding)
     assert text == (
         "rollout-0 is blocked: its loop runs nothing (at /my/env.py:7 in f); waiting: x and 2 more"
     )
-    assert describe(Finding("a", "dead", 1.0, "b")) == "a is dead: b"
+    assert describe(Finding(blocker="a", cause="dead", since_s=1.0, detail="b")) == "a is dead: b"

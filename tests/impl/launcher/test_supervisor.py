@@ -19,7 +19,7 @@ class Exits(Supervisor):
     def __init__(self, *codes: int, limit: int = 5) -> None:
         self.said, self.codes, self.most = list[str](), [*codes], 99
         super().__init__(self.said.append)
-        self.role = Role(("x",), Budget(limit, pauses_s=(0.0,)), grace_s=0.0)
+        self.role = Role(names=("x",), budget=Budget(limit=limit, pauses_s=(0.0,)), grace_s=0.0)
         self.roles = [self.role]
 
     async def start(self, role: Role) -> None:

@@ -19,7 +19,7 @@ DATAPIPE = """
 import os, time
 from pathlib import Path
 from arealite.system.names.registry import NameRegistry
-names, desired = NameRegistry(Path("{names}")), Path("{root}/desired")
+names, desired = NameRegistry(root=Path("{names}")), Path("{root}/desired")
 while not os.path.exists("{root}/done"):
     if desired.exists(): names.put("datapipe", "0", {{"workers": int(desired.read_text())}})
     time.sleep(0.05)

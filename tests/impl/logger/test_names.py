@@ -64,10 +64,10 @@ def of_updates() -> Iterator[str]:
     fields = "prox_logprobs behav_logprobs ref_logprobs advantages loss_weight keep values returns"
     zeros = torch.zeros(2)
     batch = LossInput(
-        dict.fromkeys(("logprobs", "entropy", "values"), zeros),
-        torch.zeros(2, dtype=torch.int64),
+        outputs=dict.fromkeys(("logprobs", "entropy", "values"), zeros),
+        rows_N=torch.zeros(2, dtype=torch.int64),
         # Without weights, or with equal returns, nothing is measured.
-        dict.fromkeys(fields.split(), zeros)
+        fields=dict.fromkeys(fields.split(), zeros)
         | {"loss_weight": torch.ones(2), "returns": torch.arange(2.0)},
     )
     in_loss, engine = KLConfig(coef=1.0, place="loss"), dict.fromkeys(metrics.ENGINE, 1.0)

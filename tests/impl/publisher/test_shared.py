@@ -62,7 +62,7 @@ class Pair:
         """Return the engine's log-probabilities of an answer to PROMPT."""
         whole = np.array(PROMPT + tokens, np.int32)
         mask = np.arange(len(whole)) >= len(PROMPT)
-        row = Sequence(whole, mask, 1.0, {})
+        row = Sequence(tokens=whole, loss_mask=mask, temperature=1.0, fields={})
         return self.engine.forward([row])["logprobs"][0][len(PROMPT) :]
 
 

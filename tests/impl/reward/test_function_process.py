@@ -125,12 +125,12 @@ async def made(file: Path) -> AsyncGenerator[Any]:
 
 
 def task(**info: Any) -> Task:
-    return Task("train-0", "2+2?", "4", info)
+    return Task(task_id="train-0", prompt="2+2?", ground_truth="4", extra_info=info)
 
 
 async def test_math_verify_in_a_function_verifies_as_in_plain_python(made: Any) -> None:
     reward = await made("verified")
-    row = Task("t", "p", "$\\frac{1}{2}$", {})
+    row = Task(task_id="t", prompt="p", ground_truth="$\\frac{1}{2}$", extra_info={})
     assert await reward.score_task("so it is $0.5$", row) == 1.0
     assert await reward.score_task("so it is $0.7$", row) == 0.0
 
@@ -143,7 +143,13 @@ async def test_function_runs_in_the_main_thread_and_may_run_an_event_loop(made: 
 
 async def test_each_call_has_its_own_copy_of_the_row(made: Any) -> None:
     reward = await made("changes_row", "changes_it_again")
-    row = Task("t", "p", "4", {"seen": []}, {"tags": ["old"]})
+    row = Task(
+        task_id="t",
+        prompt="p",
+        ground_truth="4",
+        extra_info={"seen": []},
+        columns={"tags": ["old"]},
+    )
     scores = await asyncio.gather(*(reward.score_task("", row) for _ in range(8)))
     assert [score.parts for score in scores] == [{"changes_row": 3.0, "changes_it_again": 3.0}] * 8
     assert (row.extra_info, row.columns) == ({"seen": []}, {"tags": ["old"]})
@@ -327,7 +333,9 @@ async def main():
     paths = ["{file}:waits"]
     function = FunctionRewardConfig(paths=paths)
     reward = make_reward(RewardConfig(type="function", function=function))
-    await reward.score_task("", Task("t", "p", "4", {{"gate": "{tmp_path}"}}))
+    extra_info = {{"gate": "{tmp_path}"}}
+    task = Task(task_id="t", prompt="p", ground_truth="4", extra_info=extra_info)
+    await reward.score_task("", task)
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program]) as worker:

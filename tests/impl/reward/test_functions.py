@@ -101,7 +101,13 @@ def unnamed(answer, truth):
 
 number = 3
 """
-TASK = Task("train-0", "2+2?", "4", {"data_source": "s"}, {"difficulty": 3, "answer": "four"})
+TASK = Task(
+    task_id="train-0",
+    prompt="2+2?",
+    ground_truth="4",
+    extra_info={"data_source": "s"},
+    columns={"difficulty": 3, "answer": "four"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +165,13 @@ async def test_trl_function_gets_lists_of_one_row(file: Path) -> None:
     with pytest.raises(EpisodeError) as caught:
         await scored(file, "trl_arguments")
     assert str(caught.value) == repr((["2+2?"], ["4"], ["four"], names))
-    chat = Task("t", [{"role": "user", "content": "2+2?"}], "4", {}, {"answer": "four"})
+    chat = Task(
+        task_id="t",
+        prompt=[{"role": "user", "content": "2+2?"}],
+        ground_truth="4",
+        extra_info={},
+        columns={"answer": "four"},
+    )
     said = [{"role": "assistant", "content": "4"}]
     with pytest.raises(EpisodeError) as caught:
         await scored(file, "trl_arguments", task=chat)
@@ -260,10 +272,14 @@ def test_unusable_path_is_refused(
             TASK,
             "missing a required argument: 'trainer_state'. The row has the columns ground_truth, ",
         ),
-        ("with_columns", Task("t", "p", "4", {}), "argument: 'difficulty'"),
+        (
+            "with_columns",
+            Task(task_id="t", prompt="p", ground_truth="4", extra_info={}),
+            "argument: 'difficulty'",
+        ),
         (
             "plain",
-            Task("t", "p", None, {}),
+            Task(task_id="t", prompt="p", ground_truth=None, extra_info={}),
             "argument: 'ground_truth'. The row has the columns none",
         ),
     ],

@@ -121,22 +121,30 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
     monkeypatch.setattr(module, "DRAIN_GRACE_S", 0.1)
     config = configured(tmp_path)
     names = NameRegistry.of(config)
-    tasks = [Task(f"train-{row}", "?", None, {}) for row in range(7)]
+    tasks = [
+        Task(task_id=f"train-{row}", prompt="?", ground_truth=None, extra_info={})
+        for row in range(7)
+    ]
     server = SteppedServer()
     with zmq.Context() as context:
         pipe = Datapipe(
-            config, train=tasks, eval=[], registry=names, address="inproc://pipe", context=context
+            config=config,
+            train=tasks,
+            eval=[],
+            registry=names,
+            address="inproc://pipe",
+            context=context,
         )
 
         def begun() -> TrainerLink:
-            rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
+            rank = TrainerLink(resolve=lambda: pipe.address, rank=0, world_size=1, context=context)
             rank.start(0)
-            rank.report(Published(0))
+            rank.report(Published(version=0))
             return rank
 
         async def work(number: int) -> RolloutWorker:
             link = WorkerLink(
-                lambda: pipe.address,
+                resolve=lambda: pipe.address,
                 worker_id=f"rollout-{number}@host",
                 capacity=MOST,
                 context=context,
@@ -171,7 +179,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             assert DelayedEnv.cancelled == 0, "fewer are reached as episodes end"
             assert told()["rollout/workers"] == 2
             pacing.cancel()
-            await in_thread(lambda: (rank.report(Finish("done")), rank.close()))
+            await in_thread(lambda: (rank.report(Finish(reason="done")), rank.close()))
             await asyncio.gather(*working)
         failed = [name for w in working for name in w.result().metrics() if "failed" in name]
         assert not failed

@@ -302,7 +302,13 @@ def drawing(seed: int, *, version: int = 1):
         resumed = request.resumed.output_ids if request.resumed else []
         ids = resumed + [dice.randrange(10, 40) for _ in range(4 - len(resumed))]
         logprobs = [-dice.random() for _ in ids]
-        return LLMResponse(ids, logprobs, [version] * len(ids), "stop", int(bool(resumed)))
+        return LLMResponse(
+            output_ids=ids,
+            logprobs=logprobs,
+            versions=[version] * len(ids),
+            stop_reason="stop",
+            interruptions=int(bool(resumed)),
+        )
 
     return script
 
@@ -439,7 +445,13 @@ async def test_recorded_turns_after_a_missing_turn_are_not_used() -> None:
 
 
 async def test_partial_generation_is_recorded_and_continued() -> None:
-    partial = LLMResponse([11, 12], [-0.5, -0.25], [2, 3], "", 1)
+    partial = LLMResponse(
+        output_ids=[11, 12],
+        logprobs=[-0.5, -0.25],
+        versions=[2, 3],
+        stop_reason="",
+        interruptions=1,
+    )
     first = collector("counter")
     again, payloads = await cut_off(first, lease(prompt="ab"), at=0, partial=partial)
     assert [t.oldest_version for t in again.turns] == [2]

@@ -78,13 +78,13 @@ async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
 
 def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader, bytes]:
     link.start(0)
-    link.report(Published(0))
+    link.report(Published(version=0))
     answer = link.next_batch(0)
     assert answer is not None
     batch, (payload,) = answer
-    link.report(StepReport(0, [batch.headers[0].trajectory_id], {}))
+    link.report(StepReport(step=0, trained=[batch.headers[0].trajectory_id], metrics={}))
     link.report(saved(config, 1))
-    link.report(Finish("done"))
+    link.report(Finish(reason="done"))
     link.close()
     return batch.headers[0], payload
 
@@ -107,7 +107,12 @@ async def test_turns_of_a_killed_worker_are_not_sampled_again(
 
     server = FakeSGLang(next_token=next_token, vocab_size=64, version="0")
     names = NameRegistry.of(config, ttl_s=600.0)
-    pipe = Datapipe(config, train=[Task("t0", "ab", None, {})], eval=[], registry=names)
+    pipe = Datapipe(
+        config=config,
+        train=[Task(task_id="t0", prompt="ab", ground_truth=None, extra_info={})],
+        eval=[],
+        registry=names,
+    )
 
     def kept() -> dict[int, int]:
         with closing(connect(pipe.store.ledger.path, read_only=True)) as db:
@@ -118,7 +123,7 @@ async def test_turns_of_a_killed_worker_are_not_sampled_again(
         names.put("llm_server", "fake", server.entry())
         piping = roles.create_task(pipe.run())
         await pipe.ready.wait()
-        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, secret=names.secret)
+        link = TrainerLink(resolve=lambda: pipe.address, rank=0, world_size=1, secret=names.secret)
         training = roles.create_task(in_thread(lambda: train(link, config)))
         first = await start(config)
         await server.held(1, seconds=240.0)

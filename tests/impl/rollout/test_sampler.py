@@ -49,7 +49,7 @@ class Run:
         self.client, self.told = ScriptedClient(script), list[tuple[int, int]]()
         self.collector = Collector(config, self.client, tokenizer())
         self.sampler = Sampler(
-            config,
+            config=config,
             collector=self.collector,
             samples=samples,
             split="eval-0",
@@ -69,7 +69,10 @@ class Run:
 
 
 def tasks(*prompts: str) -> list[Task]:
-    return [Task(f"eval-{row}", prompt, None, {}) for row, prompt in enumerate(prompts)]
+    return [
+        Task(task_id=f"eval-{row}", prompt=prompt, ground_truth=None, extra_info={})
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 async def test_next_run_generates_only_missing_samples(samples) -> None:

@@ -39,7 +39,12 @@ def segments_of(*given: Given) -> list[Segment]:
         turn = record.begin(prompt, SamplingConfig(temperature=temperature))
         turn.reward, count = reward, len(output)
         logprobs = [-0.25 * (1 + i) for i in range(count)]
-        record.add(turn, LLMResponse(output, logprobs, [version] * count, "stop"))
+        record.add(
+            turn,
+            LLMResponse(
+                output_ids=output, logprobs=logprobs, versions=[version] * count, stop_reason="stop"
+            ),
+        )
     return make_segments(record.turns)
 
 
@@ -140,7 +145,12 @@ def finish(
     """Add the answer of a turn to the record."""
     logprobs = [-float(next(numbers)) for _ in ids]
     turn.reward = 0.5
-    record.add(turn, LLMResponse(ids, logprobs, [version] * len(ids), "stop"))
+    record.add(
+        turn,
+        LLMResponse(
+            output_ids=ids, logprobs=logprobs, versions=[version] * len(ids), stop_reason="stop"
+        ),
+    )
 
 
 @ANY_PACE
@@ -197,8 +207,8 @@ def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
         ([1, 2, 7, 3], None),
         ([1, 2, 7, 4], None),
         ([1, 9], None),
-        ([1, 2, 7, 3, 7, 5], Origin(5, 1)),
-        ([1, 8], Origin(1, 1, "edited")),
+        ([1, 2, 7, 3, 7, 5], Origin(reused=5, new=1)),
+        ([1, 8], Origin(reused=1, new=1, reason="edited")),
     ]:
         finish(record, record.begin(prompt, sampling, origin), [7], numbers)
     made = [

@@ -37,7 +37,10 @@ async def test_worker_datapipe_and_trainer_complete_a_run(tmp_path: Path, monkey
         trainer=dataclasses.replace(config.trainer, ppo=ppo),
         cluster=ClusterConfig(run_root=str(tmp_path), name_root=str(tmp_path / "names")),
     )
-    tasks = [Task(f"train-{row}", "ok", None, {}) for row in range(7)]
+    tasks = [
+        Task(task_id=f"train-{row}", prompt="ok", ground_truth=None, extra_info={})
+        for row in range(7)
+    ]
     version, episodes = 0, set[str]()
 
     def script(request):
@@ -50,19 +53,24 @@ async def test_worker_datapipe_and_trainer_complete_a_run(tmp_path: Path, monkey
 
     with zmq.Context() as context:
         pipe = Datapipe(
-            config, train=tasks, eval=[], registry=None, address="inproc://pipe", context=context
+            config=config,
+            train=tasks,
+            eval=[],
+            registry=None,
+            address="inproc://pipe",
+            context=context,
         )
-        link = WorkerLink(lambda: pipe.address, worker_id="w", capacity=32, context=context)
+        link = WorkerLink(resolve=lambda: pipe.address, worker_id="w", capacity=32, context=context)
         worker = RolloutWorker(
             config, link=link, client=ScriptedClient(script), tokenizer=tokenizer()
         )
 
         def train() -> list[str]:
             nonlocal version
-            rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
+            rank = TrainerLink(resolve=lambda: pipe.address, rank=0, world_size=1, context=context)
             trained: list[str] = []
             rank.start(0)
-            rank.report(Published(0))
+            rank.report(Published(version=0))
             for step in range(STEPS):
                 got = rank.next_batch(step)
                 assert got is not None
@@ -73,11 +81,11 @@ async def test_worker_datapipe_and_trainer_complete_a_run(tmp_path: Path, monkey
                     assert header.oldest_version >= step - 2
                 ids = [header.trajectory_id for header in batch.headers]
                 trained += ids
-                rank.report(StepReport(step, ids, {}))
+                rank.report(StepReport(step=step, trained=ids, metrics={}))
                 version = step + 1
-                rank.report(Published(version))
+                rank.report(Published(version=version))
             rank.report(saved(config, STEPS))
-            rank.report(Finish("done"))
+            rank.report(Finish(reason="done"))
             rank.close()
             return trained
 

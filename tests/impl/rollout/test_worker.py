@@ -151,7 +151,7 @@ async def test_recorded_turns_are_sent_only_to_a_new_datapipe() -> None:
         client.gate.clear()
         turn = Record().begin([3, 4], SamplingConfig())
         turn.response = response([10, 11])
-        header = TurnHeader(0, "agent", 0, 1)
+        header = TurnHeader(member=0, seat="agent", index=0, oldest_version=1)
         work = msgspec.structs.replace(lease(1, prompt="01"), turns=[header])
         link.turns[work.lease_id] = [encode_turn(turn)]
         link.leases.put_nowait(work)

@@ -336,9 +336,13 @@ def test_tensor_that_is_not_finite_is_named(tmp_path: Path, dtype: str) -> None:
 
 
 def test_nan_of_any_row_is_a_difference() -> None:
-    rows = [Sequence(np.arange(9, dtype=np.int32), np.arange(9) > 3, 1.0)] * 2
+    rows = [
+        Sequence(tokens=np.arange(9, dtype=np.int32), loss_mask=np.arange(9) > 3, temperature=1.0)
+    ] * 2
     zeros = np.zeros(5)
-    found = Comparison("server", rows, [zeros, zeros], [zeros, zeros * np.nan], STRICT)
+    found = Comparison(
+        other="server", rows=rows, ours=[zeros, zeros], theirs=[zeros, zeros * np.nan], bound=STRICT
+    )
     assert not found.is_equal
 
 
@@ -349,9 +353,14 @@ def test_dtype_of_the_server_is_named(tmp_path: Path) -> None:
 
 
 def test_dtype_auto_of_an_external_server_is_not_the_reason() -> None:
-    row, zeros = Sequence(np.arange(9, dtype=np.int32), np.arange(9) > 3, 1.0), np.zeros(9)
+    row, zeros = (
+        Sequence(tokens=np.arange(9, dtype=np.int32), loss_mask=np.arange(9) > 3, temperature=1.0),
+        np.zeros(9),
+    )
     theirs, info = np.full(5, 3.0), {"dtype": "auto"}  # SGLang's default
-    wrong = Comparison("server", [row], [zeros], [theirs], LOW, info)
+    wrong = Comparison(
+        other="server", rows=[row], ours=[zeros], theirs=[theirs], bound=LOW, info=info
+    )
     alone = replace(wrong, theirs=[zeros])
     options: Any = {
         "alone": alone,
@@ -366,10 +375,15 @@ def test_dtype_auto_of_an_external_server_is_not_the_reason() -> None:
 
 def test_overflow_of_plain_transformers_is_named() -> None:
     """Some models overflow in float16: no bound can be measured, and no program is right."""
-    row, zeros = Sequence(np.arange(9, dtype=np.int32), np.arange(9) > 3, 1.0), np.zeros(5)
+    row, zeros = (
+        Sequence(tokens=np.arange(9, dtype=np.int32), loss_mask=np.arange(9) > 3, temperature=1.0),
+        np.zeros(5),
+    )
     noise = [np.full(5, np.nan)]
     bound = bound_of("float16", noise, temperature=1.0, is_mixture=False)
-    wrong = Comparison("plain transformers", [row], [zeros], [zeros], bound)
+    wrong = Comparison(
+        other="plain transformers", rows=[row], ours=[zeros], theirs=[zeros], bound=bound
+    )
     assert not wrong.is_equal
     options: Any = {"alone": wrong, "low": wrong, "by_temperature": {}, "window": None}
     found = likely_reason(wrong, tensors="", dtype="float16", **options)

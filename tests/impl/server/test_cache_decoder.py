@@ -116,7 +116,9 @@ def family_model(
 
 
 def request(prompt: list[int], limit: int) -> Generation:
-    return Generation("", prompt, SamplingParams(), limit, frozenset())
+    return Generation(
+        rid="", prompt=prompt, sampling=SamplingParams(), limit=limit, stops=frozenset()
+    )
 
 
 def requests(seed: int = 0) -> list[Generation]:

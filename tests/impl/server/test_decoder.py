@@ -309,7 +309,7 @@ def test_new_weights_use_no_beginning_of_the_old_ones(
     folders = [tiny_model(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
     decoder, crashes = Decoder(model, max_rows=8, seed=0), list[BaseException]()
-    engine = Engine(decoder, deliver=lambda *_: None, on_crash=crashes.append)
+    engine = Engine(decoder=decoder, deliver=lambda *_: None, on_crash=crashes.append)
     prefill(decoder, [*BEGINNING, 7], [*BEGINNING, 8])
     engine.pause("in_place")
     with torch.inference_mode():
@@ -393,7 +393,7 @@ class Running:
 
     def __init__(self, model: Any, *, rows: int = 8) -> None:
         self.engine = Engine(
-            Decoder(model, max_rows=rows, seed=0), deliver=lambda grown, ended: None
+            decoder=Decoder(model, max_rows=rows, seed=0), deliver=lambda grown, ended: None
         )
         self.brake = Brake(self.engine)
         self.engine.start()
@@ -538,7 +538,7 @@ def test_weights_with_nan_fail_requests(tmp_path: Path) -> None:
 def test_weight_load_that_fails_midway_crashes_the_engine(qwen: Any) -> None:
     died = threading.Event()
     engine = Engine(
-        Decoder(qwen, max_rows=2, seed=0), deliver=print, on_crash=lambda error: died.set()
+        decoder=Decoder(qwen, max_rows=2, seed=0), deliver=print, on_crash=lambda error: died.set()
     )
     engine.start()
 

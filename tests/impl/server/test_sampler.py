@@ -16,7 +16,10 @@ PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
 def drawn(count: int, **sampling: Any) -> tuple[set[int], torch.Tensor, torch.Tensor]:
     """Draw `count` tokens under one setting: (tokens seen, tokens, log-probabilities)."""
     params = SamplingParams(**sampling)
-    rows = [Generation(str(i), [1], params, 1, frozenset()) for i in range(count)]
+    rows = [
+        Generation(rid=str(i), prompt=[1], sampling=params, limit=1, stops=frozenset())
+        for i in range(count)
+    ]
     settings = settings_of(rows, vocab_size=5, device="cpu")
     logits = PROBS.log().expand(count, -1).clone()
     tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
@@ -51,7 +54,10 @@ def test_logprobs_include_temperature() -> None:
 
 def test_top_k_of_one_row_does_not_change_other_rows() -> None:
     params = [SamplingParams(top_k=1), SamplingParams(), SamplingParams(temperature=0.0)]
-    rows = [Generation(str(i), [1], params[i % 3], 1, frozenset()) for i in range(3000)]
+    rows = [
+        Generation(rid=str(i), prompt=[1], sampling=params[i % 3], limit=1, stops=frozenset())
+        for i in range(3000)
+    ]
     settings = settings_of(rows, vocab_size=5, device="cpu")
     logits = PROBS.log().expand(3000, -1).clone()
     tokens, _ = draw(logits, settings, torch.Generator().manual_seed(0))
@@ -63,7 +69,10 @@ def test_top_k_of_one_row_does_not_change_other_rows() -> None:
 @pytest.mark.parametrize("size", [BLOCK, 2 * BLOCK, 300])
 def test_logprobs_ignore_filters_if_the_vocabulary_fills_whole_blocks(size: int) -> None:
     params = [SamplingParams(top_k=3), SamplingParams(temperature=0.0, top_k=1)]
-    rows = [Generation(str(i), [1], params[i % 2], 1, frozenset()) for i in range(200)]
+    rows = [
+        Generation(rid=str(i), prompt=[1], sampling=params[i % 2], limit=1, stops=frozenset())
+        for i in range(200)
+    ]
     settings = settings_of(rows, vocab_size=size, device="cpu")
     logits = torch.linspace(0, 3, size).expand(200, -1).clone()
     logits[:, 5] = logits[:, -1]  # a tie: one of both is the greedy token
@@ -78,7 +87,10 @@ def test_tokens_of_a_large_vocabulary_are_drawn_in_proportion() -> None:
     probs = torch.zeros(size, dtype=torch.float64)
     likely = [0, 3, BLOCK - 1, BLOCK, 2 * BLOCK + 4]
     probs[likely] = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
-    rows = [Generation(str(i), [1], SamplingParams(), 1, frozenset()) for i in range(count)]
+    rows = [
+        Generation(rid=str(i), prompt=[1], sampling=SamplingParams(), limit=1, stops=frozenset())
+        for i in range(count)
+    ]
     settings = settings_of(rows, vocab_size=size, device="cpu")
     logits = probs.log().float().expand(count, -1).clone()
     tokens, _ = draw(logits, settings, torch.Generator().manual_seed(0))
@@ -88,7 +100,10 @@ def test_tokens_of_a_large_vocabulary_are_drawn_in_proportion() -> None:
 
 
 def test_row_that_is_not_finite_gets_a_token_and_no_logprob() -> None:
-    rows = [Generation(str(i), [1], SamplingParams(), 1, frozenset()) for i in range(2)]
+    rows = [
+        Generation(rid=str(i), prompt=[1], sampling=SamplingParams(), limit=1, stops=frozenset())
+        for i in range(2)
+    ]
     logits = torch.randn(2, 300)
     logits[1, 7] = torch.nan
     settings = settings_of(rows, vocab_size=300, device="cpu")

@@ -475,7 +475,7 @@ def command(
         text=True,
         start_new_session=True,
     )
-    registry = NameRegistry(program.folder / "names/u/arealite/t", ttl_s=600.0)
+    registry = NameRegistry(root=program.folder / "names/u/arealite/t", ttl_s=600.0)
     try:
         until(lambda: process.poll() is not None or registry.list("llm_server"), what="a name")
         yield process

@@ -29,7 +29,15 @@ async def jail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tool = FilesTool(FilesToolConfig(max_files=3, max_kb=1))
     state: dict[str, Any] = {}
     await tool.setup()
-    await tool.begin(Task("t", "?", "1", {"files": {"notes/a.txt": "alpha"}}), state)
+    await tool.begin(
+        Task(
+            task_id="t",
+            prompt="?",
+            ground_truth="1",
+            extra_info={"files": {"notes/a.txt": "alpha"}},
+        ),
+        state,
+    )
     yield tool, state
     await tool.end(state)
     await tool.close()
@@ -124,7 +132,7 @@ async def test_calls_of_one_turn_run_in_order(jail) -> None:
 
 async def test_episodes_share_nothing(jail) -> None:
     tool, other = jail[0], dict[str, Any]()
-    await tool.begin(Task("t", "?", "1", {}), other)
+    await tool.begin(Task(task_id="t", prompt="?", ground_truth="1", extra_info={}), other)
     assert await tool.call({"action": "list"}, other) == "(no files)"
     await tool.end(other)
 
@@ -133,5 +141,7 @@ async def test_episodes_share_nothing(jail) -> None:
 async def test_task_with_invalid_files_fails_its_episode(jail, files: Any) -> None:
     state: dict[str, Any] = {}
     with pytest.raises(EpisodeError, match=r"t-9: extra_info\.files"):
-        await jail[0].begin(Task("t-9", "?", "1", {"files": files}), state)
+        await jail[0].begin(
+            Task(task_id="t-9", prompt="?", ground_truth="1", extra_info={"files": files}), state
+        )
     await jail[0].end(state)

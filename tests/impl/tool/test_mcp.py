@@ -27,7 +27,7 @@ from tests.waiting import eventually, has_exited, until
 pytest.importorskip("mcp", reason="arealite[tools] is not installed")
 HERE = Path(__file__).parent
 SOURCE = (HERE / "mcp_stdio.py").read_text()
-TASK = Task("t", "?", "1", {})
+TASK = Task(task_id="t", prompt="?", ground_truth="1", extra_info={})
 
 
 def config(folder: Path, **more: Any) -> MCPServerConfig:
@@ -42,7 +42,7 @@ def toolbox(server: MCPServerConfig, **more: Any) -> Toolbox:
 
 async def call(box: Toolbox, tool: str, /, **arguments: Any) -> Answer:
     async with box.episode(TASK) as states:
-        return await box.call(ToolCall("1", tool, arguments), states)
+        return await box.call(ToolCall(call_id="1", name=tool, arguments=arguments), states)
 
 
 def pids(folder: Path) -> list[int]:

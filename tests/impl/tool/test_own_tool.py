@@ -44,6 +44,10 @@ async def test_tool_of_a_user_has_typed_options_and_is_called(tmp_path: Path) ->
     )
     box = Toolbox(config.trainer.ppo.collector.env.tools)
     await box.setup()
-    async with box.episode(Task("t", "?", "1", {})) as states:
-        assert await box.call(ToolCall("1", "dice", {"count": 3}), states) == ("1 1 1", "fine")
+    async with box.episode(
+        Task(task_id="t", prompt="?", ground_truth="1", extra_info={})
+    ) as states:
+        assert await box.call(
+            ToolCall(call_id="1", name="dice", arguments={"count": 3}), states
+        ) == ("1 1 1", "fine")
     await box.close()

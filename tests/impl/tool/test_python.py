@@ -87,11 +87,23 @@ async def test_calls_share_no_state(python) -> None:
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (Outcome("timeout", -9, "", "", 10.0), "ran longer than 0.3 s"),
-        (Outcome("output", -9, "xx", "", 1.0), "printed more than 8 kB\nprinted before:\nxx"),
-        (Outcome("killed", -9, "", "", 1.0), "ended with code -9"),
-        (Outcome("exited", 3, "", "", 1.0), "ended with code 3"),
-        (Outcome("exited", 1, "", "a\nMemoryError\n", 1.0), "MemoryError"),
+        (
+            Outcome(status="timeout", code=-9, stdout="", stderr="", seconds=10.0),
+            "ran longer than 0.3 s",
+        ),
+        (
+            Outcome(status="output", code=-9, stdout="xx", stderr="", seconds=1.0),
+            "printed more than 8 kB\nprinted before:\nxx",
+        ),
+        (
+            Outcome(status="killed", code=-9, stdout="", stderr="", seconds=1.0),
+            "ended with code -9",
+        ),
+        (Outcome(status="exited", code=3, stdout="", stderr="", seconds=1.0), "ended with code 3"),
+        (
+            Outcome(status="exited", code=1, stdout="", stderr="a\nMemoryError\n", seconds=1.0),
+            "MemoryError",
+        ),
     ],
 )
 async def test_outcome_of_the_sandbox_is_returned(monkeypatch, outcome: Outcome, said: str) -> None:

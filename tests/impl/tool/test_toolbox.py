@@ -14,7 +14,7 @@ from arealite.api.tool_config import ToolsEnvConfig
 from arealite.base.errors import RewardTimeout, UserError
 from arealite.impl.tool.toolbox import Toolbox, ToolCrash, mismatch
 
-TASK = Task("t", "do", "1", {})
+TASK = Task(task_id="t", prompt="do", ground_truth="1", extra_info={})
 
 
 @tools.register("odd")
@@ -74,7 +74,7 @@ class Odd(Tool):
 
 
 def call(what: Any, name: str = "odd", **more: Any) -> ToolCall:
-    return ToolCall("1", name, {"what": what} | more)
+    return ToolCall(call_id="1", name=name, arguments={"what": what} | more)
 
 
 @pytest.fixture
@@ -104,8 +104,16 @@ async def test_episodes_have_separate_states(box) -> None:
             "error: Unknown tool 'ood'. Did you mean 'odd'? Known: odd.",
             "malformed",
         ),
-        (ToolCall("1", "", {}, "no JSON"), "error: no JSON", "malformed"),
-        (ToolCall("1", "odd", {}), "error: argument 'what' is missing", "malformed"),
+        (
+            ToolCall(call_id="1", name="", arguments={}, error="no JSON"),
+            "error: no JSON",
+            "malformed",
+        ),
+        (
+            ToolCall(call_id="1", name="odd", arguments={}),
+            "error: argument 'what' is missing",
+            "malformed",
+        ),
         (call(3), "error: argument 'what' must be of type string", "malformed"),
         (
             call("a", extra=1),

@@ -139,7 +139,17 @@ class ScriptedPublisher(WeightPublisher):
             self.on_second_push()
         self.weights[version] = self.staged
         self.events.add(f"push {version}")
-        return PublishReport(version, 0.1, 0.01, 0.02, 0.01, 0.03, 4, 1, [])
+        return PublishReport(
+            version=version,
+            stage_s=0.1,
+            pause_s=0.01,
+            load_s=0.02,
+            continue_s=0.01,
+            stall_s=0.03,
+            num_bytes=4,
+            servers=1,
+            quarantined=[],
+        )
 
     def close(self) -> None:
         self.events.add("publisher closed")
@@ -191,7 +201,7 @@ class ScriptedLink:
     def start(self, step: int) -> TrainerReady:
         self._mine()
         self.events.add(f"start {step}")
-        return TrainerReady(step, 0)
+        return TrainerReady(step=step, rolled_back_groups=0)
 
     def next_batch(
         self, step: int, *, on_wait: Callable[[Waiting], bool] | None = None
@@ -204,8 +214,10 @@ class ScriptedLink:
                 raise self.pipe.failure
             if self.pipe.finished.wait(0.01):
                 return None
-            if on_wait is not None and on_wait(Waiting("BatchRequest", "2 groups in flight")):
-                self.report(Finish("asked to stop"))
+            if on_wait is not None and on_wait(
+                Waiting(request="BatchRequest", detail="2 groups in flight")
+            ):
+                self.report(Finish(reason="asked to stop"))
         groups = group("a", self.pipe.rewards, version=step) + group(
             "b", self.pipe.rewards, version=step
         )
@@ -239,7 +251,7 @@ class ScriptedLink:
     def evaluate(self, eval_id: int) -> None:
         self._mine()
         self.events.add(f"evaluate {eval_id}")
-        self.results.append(EvalResult(eval_id, {"reward": float(eval_id)}))
+        self.results.append(EvalResult(eval_id=eval_id, metrics={"reward": float(eval_id)}))
 
     def eval_result(
         self, *, wait: bool, on_wait: Callable[[Waiting], bool] | None = None
@@ -247,7 +259,9 @@ class ScriptedLink:
         self._mine()
         while wait and self.results and self.results[0].eval_id == self.pipe.eval_hangs:
             self.pipe.waiting.set()
-            if on_wait is not None and on_wait(Waiting("EvalRequest", "8 samples left")):
+            if on_wait is not None and on_wait(
+                Waiting(request="EvalRequest", detail="8 samples left")
+            ):
                 return None
             self.pipe.finished.wait(0.01)
         return self.results.pop(0) if self.results else None
@@ -288,4 +302,11 @@ class Stage:
     def components(self) -> Components:
         connect: Any = self.pipe.connect
         others: Any = self.others
-        return Components(World(), self.engine, connect, self.publisher, [self.logger], **others)
+        return Components(
+            world=World(),
+            engine=self.engine,
+            connect=connect,
+            publisher=self.publisher,
+            loggers=[self.logger],
+            **others,
+        )

@@ -167,7 +167,7 @@ def test_all_ranks_request_the_batch_again_after_one_reports_a_bad_group() -> No
         if number == 1:
             payloads[0] = b"x"
         link: Any = Link()
-        found = make_rows(made, payloads, CONFIG, world=Pair(number, 2), link=link)
+        found = make_rows(made, payloads, CONFIG, world=Pair(rank=number, size=2), link=link)
         events.append("asks again")
         return found
 

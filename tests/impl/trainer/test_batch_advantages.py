@@ -246,7 +246,7 @@ def on_two_ranks(ppo: PPOConfig, sent: Any) -> list[tuple[TrainBatch, list[Minib
     def rank(index: int) -> tuple[TrainBatch, list[Minibatch]]:
         made = make_train_batch(*sent(index), ppo, rank=index, world_size=2)
         forward(made)
-        return made, compute_advantages(made, ppo, TwoRanks(index, 2))
+        return made, compute_advantages(made, ppo, TwoRanks(rank=index, size=2))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank, (0, 1)))

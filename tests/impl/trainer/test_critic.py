@@ -46,7 +46,9 @@ class TabularCritic:
         }
         before = np.concatenate([np.roll(r.tokens, 1)[m] for r, m in zip(rows, masks, strict=True)])
         outputs = {"values": self.values[torch.from_numpy(before.astype(np.int64))]}
-        loss, _ = make_value_loss(CriticConfig(value_clip=None))(LossInput(outputs, before, flat))
+        loss, _ = make_value_loss(CriticConfig(value_clip=None))(
+            LossInput(outputs=outputs, rows_N=before, fields=flat)
+        )
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -157,7 +157,17 @@ def test_throughput_has_no_generation_rate_after_a_restart() -> None:
 
 
 def test_publish_metrics_count_quarantined_servers() -> None:
-    report = PublishReport(3, 0.1, 0.2, 0.3, 0.4, 0.5, 100, 2, ["s1"])
+    report = PublishReport(
+        version=3,
+        stage_s=0.1,
+        pause_s=0.2,
+        load_s=0.3,
+        continue_s=0.4,
+        stall_s=0.5,
+        num_bytes=100,
+        servers=2,
+        quarantined=["s1"],
+    )
     got = metrics.publish_metrics(report)
     assert (got["publish/version"], got["publish/stall_s"], got["publish/quarantined"]) == (
         3,
@@ -259,6 +269,6 @@ def test_update_without_a_weighted_token_has_no_means() -> None:
 
 
 def test_publish_without_servers_has_no_seconds_of_servers() -> None:
-    got = metrics.publish_metrics(PublishReport(3, 0.1, servers=0))
+    got = metrics.publish_metrics(PublishReport(version=3, stage_s=0.1, servers=0))
     assert (got["publish/servers"], got["publish/stage_s"]) == (0.0, 0.1)
     assert not got.keys() & {f"publish/{part}_s" for part in ("pause", "load", "continue", "stall")}

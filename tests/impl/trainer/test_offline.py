@@ -125,8 +125,8 @@ class FakeEngine:
 def faked(config: ExperimentConfig, *, rank: int = 0, size: int = 1) -> OfflineTrainer:
     kind = config.trainer.type
     parts = Components(
-        World(rank, size),
-        FakeEngine(HEADS[kind]),  # type: ignore[arg-type]
+        world=World(rank=rank, size=size),
+        engine=FakeEngine(HEADS[kind]),  # type: ignore[arg-type]
         connect=TrainerLink,  # type: ignore[arg-type]
         loggers=[JSONLLogger(run_paths(config).root)],
     )

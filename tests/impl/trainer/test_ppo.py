@@ -433,7 +433,7 @@ def test_all_ranks_republish_together_however_long_each_waits(
 
     class Rank(PPOTrainer):
         def __init__(self, rank: int) -> None:
-            self.world = Pair(rank, 2)
+            self.world = Pair(rank=rank, size=2)
 
         @property
         def needs_republish(self) -> bool:

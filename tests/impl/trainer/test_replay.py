@@ -31,7 +31,9 @@ def link(tmp_path: Path) -> Callable[[], LedgerLink]:
     ledger = make_run(tmp_path, Shape(steps=2))
     world: Any = SimpleNamespace(rank=0, size=1)
     config = experiment(tmp_path, num_groups=3)
-    return lambda: LedgerLink(ledger, config, world, stop=2, on_step=lambda step: None)
+    return lambda: LedgerLink(
+        ledger=ledger, config=config, world=world, stop=2, on_step=lambda step: None
+    )
 
 
 def test_replay_detects_a_changed_reward_of_a_payload(
@@ -56,7 +58,9 @@ def test_replay_compares_the_mean_reward_of_a_step(
     link: Callable[[], LedgerLink], reward: float, differs: bool
 ) -> None:
     replayed = link()
-    report = StepReport(1, [], {"reward/mean": reward}, 1, "1")
+    report = StepReport(
+        step=1, trained=[], metrics={"reward/mean": reward}, ranks=1, fingerprint="1"
+    )
     if differs:
         with pytest.raises(Differs, match=r"step 2 .*mean reward is 0\.75 here, 0\.5 in the run"):
             replayed.report(report)

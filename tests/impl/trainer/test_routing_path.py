@@ -78,7 +78,14 @@ async def play(config: ExperimentConfig, *, is_paused: bool) -> tuple[Agent, Any
             await asyncio.wrap_future(server.engine.call(server.engine.resume))
         await playing
         await client.close()
-    lease = Lease("l", "g", "train", Task("t", "", None, {}), [0], 0)
+    lease = Lease(
+        lease_id="l",
+        group_id="g",
+        split="train",
+        task=Task(task_id="t", prompt="", ground_truth=None, extra_info={}),
+        members=[0],
+        version=0,
+    )
     return agent, make_trajectory(lease, 0, agent, seconds=1.0)
 
 

@@ -31,7 +31,10 @@ from tests.fakes.sglang import FakeSGLang
 from tests.impl.trainer.trajectories import header, segment
 from tests.models import tiny_model
 
-TASKS = [Task(f"train-{row}", f"{row}", None, {}) for row in range(16)]
+TASKS = [
+    Task(task_id=f"train-{row}", prompt=f"{row}", ground_truth=None, extra_info={})
+    for row in range(16)
+]
 
 
 class Server(FakeSGLang):
@@ -67,8 +70,10 @@ class Others:
             Server() as self.server,
             self.names.registered("llm_server", "s0", self.server.entry),
         ):
-            pipe = Datapipe(self.config, train=TASKS, eval=[], registry=self.names)
-            link = WorkerLink(self._resolve, worker_id="w0", capacity=16, secret=self.names.secret)
+            pipe = Datapipe(config=self.config, train=TASKS, eval=[], registry=self.names)
+            link = WorkerLink(
+                resolve=self._resolve, worker_id="w0", capacity=16, secret=self.names.secret
+            )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.run())
                 tasks.create_task(self._work(link))
@@ -93,7 +98,13 @@ def episode(lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
     reward, told = float(draw.integers(0, 2)), {"version": lease.version, "logprob": -4.0}
     parts = [segment(tokens, sampled=len(tokens) - 2, reward=reward, **told)]
     made = header(name, parts, reward=reward, task_id=lease.task.task_id)
-    done = Episode(lease.lease_id, lease.group_id, member, headers=[made], failure=None)
+    done = Episode(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        member=member,
+        headers=[made],
+        failure=None,
+    )
     return done, [encode_segments(parts)]
 
 

@@ -25,7 +25,7 @@ def test_collective_is_a_numbered_wait_in_the_wait_table(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
     waits.counters.clear()
-    world = World(1, 2)
+    world = World(rank=1, size=2)
     assert world.max({"a": 1.0}) == {"a": 1.0}
     assert world.all(True)
     assert seen == [("collective 1", OTHER_RANKS, 1), ("collective 2", OTHER_RANKS, 2)]
@@ -90,6 +90,6 @@ def test_command_of_one_process_ignores_the_variables_of_ranks(monkeypatch) -> N
     monkeypatch.setenv(module.SHARED_STORE, "True")
     world = World.init(threads=1, seed=1, is_alone=True)
     try:
-        assert world == World(0, 1)
+        assert world == World(rank=0, size=1)
     finally:
         world.destroy()

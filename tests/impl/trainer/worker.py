@@ -121,7 +121,9 @@ def main(folder: Path) -> None:
         config, pipe = experiment(folder, kind, world.size), ScriptedPipe(Events())
         connect: Any = lambda: GivenLink(pipe)  # noqa: B023, E731
         publisher = Publisher(pipe.events) if world.is_rank0 else None
-        parts = Components(world, connect=connect, publisher=publisher, **load_ppo_engines(config))
+        parts = Components(
+            world=world, connect=connect, publisher=publisher, **load_ppo_engines(config)
+        )
         trainer, found = PPOTrainer(config, parts), out.setdefault(kind, {})
         trainer.join_publish = lambda: found.update(weights(parts))  # type: ignore[method-assign]  # noqa: B023
         trainer.train()

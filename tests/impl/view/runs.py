@@ -79,8 +79,10 @@ def add_trajectories(
     trained: dict[int, list[str]] = {}
     groups = groupby(trajectories, key=lambda each: (each[0], each[1].group_id))
     for seq, ((step, group_id), members) in enumerate(groups, first):
-        task = Task(f"train-{seq}", "", None, {})
-        group = Group(seq, group_id, task, 2, 0, seq, step=step, place=seq)
+        task = Task(task_id=f"train-{seq}", prompt="", ground_truth=None, extra_info={})
+        group = Group(
+            seq=seq, group_id=group_id, task=task, size=2, epoch=0, row=seq, step=step, place=seq
+        )
         group.state, group.reason = (
             ("filtered", "zero_variance") if step is None else ("batched", None)
         )
@@ -91,7 +93,7 @@ def add_trajectories(
                 trained.setdefault(step, []).append(made.trajectory_id)
         ledger.commit()
     for step, ids in trained.items():
-        ledger.train(StepReport(step, ids, {}))
+        ledger.train(StepReport(step=step, trained=ids, metrics={}))
     ledger.commit()
     ledger.close()
 
@@ -99,7 +101,7 @@ def add_trajectories(
 def add_failure(paths: RunPaths, group_id: str, detail: str) -> None:
     """Add the failure of an attempt to a run's ledger, as a run does."""
     ledger = Ledger(paths.ledger, fingerprint=FINGERPRINT)
-    ledger.add_failure(group_id, 1, "l", Failure("crash", detail))
+    ledger.add_failure(group_id, 1, "l", Failure(failure_class="crash", detail=detail))
     ledger.commit()
     ledger.close()
 
@@ -166,7 +168,12 @@ def add_token_stats(paths: RunPaths, trajectories: Iterable[Trajectory], *, seed
         advantages = np.concatenate([np.full(n, rng.normal()) for n in counts]).astype("<f2")
         differences = rng.normal(0.0, 0.01, sum(counts)).astype("<f2")
         ids = [made.trajectory_id for made in headers]
-        stats = TokenStats(ids, counts, advantages.tobytes(), differences.tobytes())
+        stats = TokenStats(
+            trajectory_ids=ids,
+            counts=counts,
+            advantages=advantages.tobytes(),
+            differences=differences.tobytes(),
+        )
         token_stats.write(paths.token_stats, step, 0, stats)
 
 
@@ -183,10 +190,10 @@ def page_data(file: Path) -> dict[str, Any]:
 
 
 BRANCHED = (
-    ([1, 2], Origin(0, 2, "first")),
-    ([1, 2, 7, 8, 3], Origin(4, 1)),
-    ([1, 2, 4], Origin(2, 1, "edited")),
-    ([1, 2, 7, 8, 3, 7, 8, 5], Origin(7, 1)),
+    ([1, 2], Origin(reused=0, new=2, reason="first")),
+    ([1, 2, 7, 8, 3], Origin(reused=4, new=1)),
+    ([1, 2, 4], Origin(reused=2, new=1, reason="edited")),
+    ([1, 2, 7, 8, 3, 7, 8, 5], Origin(reused=7, new=1)),
 )
 
 
@@ -195,7 +202,12 @@ def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> li
     record = Record()
     for prompt, origin in turns:
         turn = record.begin(prompt, SamplingConfig(), origin)
-        record.add(turn, LLMResponse([7, 8], [-0.5, -0.25], [0, 1], "stop"))
+        record.add(
+            turn,
+            LLMResponse(
+                output_ids=[7, 8], logprobs=[-0.5, -0.25], versions=[0, 1], stop_reason="stop"
+            ),
+        )
     return make_segments(record.turns)
 
 

@@ -49,7 +49,12 @@ def step(number: int) -> Line:
 
 def server(number: int, **value: Any) -> Entry:
     load = {"running": 3, "waiting": 1}
-    return Entry("llm_server", f"host-{number}", {"version": 9, "load": load} | value, 0.4)
+    return Entry(
+        role="llm_server",
+        id=f"host-{number}",
+        value={"version": 9, "load": load} | value,
+        age_s=0.4,
+    )
 
 
 def measured(*lines: Line, evals: dict[int, Line] | None = None) -> Metrics:
@@ -118,7 +123,13 @@ def test_panel_of_a_run_has_all_rows():
 
 
 def test_blocking_roles_are_named():
-    finding = Finding("rollout-1", "stopped", 9.0, "SIGSTOP", waiters=("trainer-0: batch 3, 9 s",))
+    finding = Finding(
+        blocker="rollout-1",
+        cause="stopped",
+        since_s=9.0,
+        detail="SIGSTOP",
+        waiters=("trainer-0: batch 3, 9 s",),
+    )
     lines = drawn(shot(findings=[finding]), width=100)
     assert "blocked by" in lines[-2]
     assert "rollout-1 is stopped: SIGSTOP; waiting: trainer-0: batch 3, 9 s" in lines[-2]
@@ -129,7 +140,9 @@ def test_blocking_roles_are_named():
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
 @pytest.mark.parametrize("height", [3, 8, 16, 24, 60])
 def test_panel_fits_every_terminal(width: int, height: int):
-    finding = Finding("rollout-1", "blocked", 9.0, "a call does not come back " * 9)
+    finding = Finding(
+        blocker="rollout-1", cause="blocked", since_s=9.0, detail="a call does not come back " * 9
+    )
     many = shot(servers=[server(number) for number in range(64)], findings=[finding])
     lines = drawn(many, width=width, height=height)
     assert len(lines) <= max(height, 3) and max(map(len, lines)) <= min(width, 118)
@@ -154,7 +167,13 @@ def test_paused_server_is_shown_with_the_seconds_of_its_pause():
 
 
 def test_server_without_load_is_shown():
-    lines = drawn(shot(servers=[Entry("llm_server", "a", {"version": None, "load": None}, 0.0)]))
+    lines = drawn(
+        shot(
+            servers=[
+                Entry(role="llm_server", id="a", value={"version": None, "load": None}, age_s=0.0)
+            ]
+        )
+    )
     assert any("a  version None  beat 0.0 s" in line for line in lines)
 
 

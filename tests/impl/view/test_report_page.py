@@ -92,7 +92,15 @@ def paths(tmp_path: Path) -> RunPaths:
     for step, ids_, count in ((1, ["g0/0/agent"], 6),):
         half = np.linspace(-1, 1, count).astype("<f2")
         token_stats.write(
-            paths.token_stats, step, 0, TokenStats(ids_, [count], half.tobytes(), half.tobytes())
+            paths.token_stats,
+            step,
+            0,
+            TokenStats(
+                trajectory_ids=ids_,
+                counts=[count],
+                advantages=half.tobytes(),
+                differences=half.tobytes(),
+            ),
         )
     return paths
 
@@ -461,9 +469,20 @@ def test_branches_and_origins_of_a_session_are_shown(tmp_path: Path, opened: Ope
 
 
 def test_segments_of_equal_tokens_point_only_at_earlier_ones(tmp_path: Path, opened: Open) -> None:
-    first, again = Origin(0, 2, "first"), Origin(2, 0, "resampled")
-    turns = [([1, 2], first), ([1, 2], again), ([1, 2], again), ([1, 2, 7, 8, 3], Origin(4, 1))]
-    root, segments = tmp_path / "run", branched_session([*turns, ([1, 4], Origin(1, 1, "edited"))])
+    first, again = (
+        Origin(reused=0, new=2, reason="first"),
+        Origin(reused=2, new=0, reason="resampled"),
+    )
+    turns = [
+        ([1, 2], first),
+        ([1, 2], again),
+        ([1, 2], again),
+        ([1, 2, 7, 8, 3], Origin(reused=4, new=1)),
+    ]
+    root, segments = (
+        tmp_path / "run",
+        branched_session([*turns, ([1, 4], Origin(reused=1, new=1, reason="edited"))]),
+    )
     make_tokenizer(root / "model", [f" w{number}." for number in range(9)])
     own = replace(branched_header(segments, 0), turns=5, trained_tokens=10)
     paths = make_run(root, [(0, own, segments)])

@@ -111,7 +111,9 @@ def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
     for index in (1, 3):
         said = tokenizer(messages[index]["content"])["input_ids"] + [tokenizer.eos_token_id]
         count = len(said)
-        response = LLMResponse(said, [-1.0] * count, [0] * count, "stop")
+        response = LLMResponse(
+            output_ids=said, logprobs=[-1.0] * count, versions=[0] * count, stop_reason="stop"
+        )
         turn = record.begin(templates.tokenize(tokenizer, messages[:index]), SamplingConfig())
         record.add(turn, response)
     (segment,) = make_segments(record.turns)
@@ -191,7 +193,16 @@ def collected(folder: Path) -> Path:
             mask = bytes([0, 1] + [0] * (length - 3) + [1])
             tokens = np.arange(10 * member, 10 * member + length, dtype="<i4").tobytes()
             blank = bytes(4 * length)
-            segments.append(Segment(tokens, mask, blank, blank, blank, 0.7))
+            segments.append(
+                Segment(
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=blank,
+                    versions=blank,
+                    rewards=blank,
+                    temperature=0.7,
+                )
+            )
         header = TrajectoryHeader(
             trajectory_id=f"g/{member}/agent",
             group_id="g",

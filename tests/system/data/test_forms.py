@@ -228,7 +228,10 @@ def test_digest_of_rows_with_own_columns_is_that_of_earlier_versions(tmp_path: P
     ]
     read = chats.load_rows(jsonl(tmp_path, rows), "train")
     assert chats.identity_of_rows(config, read)["dataset_digest"] == "6ce1f8c9"
-    kept = [Task("t", "p", None, {}, {"a": 1}), Task("t", "p", None, {}, {"a": 2})]
+    kept = [
+        Task(task_id="t", prompt="p", ground_truth=None, extra_info={}, columns={"a": 1}),
+        Task(task_id="t", prompt="p", ground_truth=None, extra_info={}, columns={"a": 2}),
+    ]
     assert identity(config, kept[:1]) != identity(config, kept[1:])
 
 

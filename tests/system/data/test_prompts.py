@@ -36,7 +36,10 @@ def experiment(agent: str = "math_code_single_step", env: str = "math", **option
 
 def check(family: str, *rows: Any, config: Any = None) -> list[str]:
     """Check prompts with the template of a family."""
-    tasks: Sequence[Task] = [Task(f"train-{i}", row, None, {}) for i, row in enumerate(rows)]
+    tasks: Sequence[Task] = [
+        Task(task_id=f"train-{i}", prompt=row, ground_truth=None, extra_info={})
+        for i, row in enumerate(rows)
+    ]
     return check_rendering(config or experiment(), tasks, tokenizer_of(family))
 
 

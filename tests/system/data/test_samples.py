@@ -28,7 +28,9 @@ def samples(tmp_path: Path) -> Iterator[Samples]:
 
 def done(task: int, member: int, *, reward: float = 1.0) -> tuple[Episode, list[bytes]]:
     made = header(f"eval-{task}", member, reward=reward)
-    return Episode("l", f"eval-{task}", member, [made], None), [b"tokens"]
+    return Episode(
+        lease_id="l", group_id=f"eval-{task}", member=member, headers=[made], failure=None
+    ), [b"tokens"]
 
 
 async def test_samples_are_read_in_order_and_once_each(samples: Samples) -> None:
@@ -43,7 +45,7 @@ async def test_samples_are_read_in_order_and_once_each(samples: Samples) -> None
 
 async def test_failures_are_counted_with_the_first_detail(samples: Samples) -> None:
     for kind, said in (("slow", "a"), ("slow", "b"), ("crash", "c")):
-        await samples.fail(Failure(kind, said))
+        await samples.fail(Failure(failure_class=kind, detail=said))
     assert samples.failures() == {"slow": (2, "a"), "crash": (1, "c")}
 
 

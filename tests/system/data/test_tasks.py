@@ -128,9 +128,19 @@ def test_only_parts_with_held_out_rows_are_evaluated(tmp_path: Path) -> None:
 
 
 def test_task_without_an_environment_has_the_source_of_its_row() -> None:
-    assert Task("t", "p", None, {"data_source": "openai/gsm8k"}).source == "openai/gsm8k"
-    assert Task("t", "p", None, {"data_source": "x", "env": "y"}).source == "y"
-    assert Task("t", "p", None, {}).source == ""
+    assert (
+        Task(
+            task_id="t", prompt="p", ground_truth=None, extra_info={"data_source": "openai/gsm8k"}
+        ).source
+        == "openai/gsm8k"
+    )
+    assert (
+        Task(
+            task_id="t", prompt="p", ground_truth=None, extra_info={"data_source": "x", "env": "y"}
+        ).source
+        == "y"
+    )
+    assert Task(task_id="t", prompt="p", ground_truth=None, extra_info={}).source == ""
 
 
 def rated(completion: str, difficulty: float) -> float:

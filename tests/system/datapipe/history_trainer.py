@@ -39,7 +39,7 @@ class TrainerEvents(WorkerEvents):
     @event(back=st.integers(-1, 2), is_silent=st.booleans())
     def start_trainer(self, back: int, is_silent: bool) -> None:
         """A trainer starts at an earlier step; it waits while the previous one is alive."""
-        self.handler.take(ROUTE, TrainerStart(0, 1))
+        self.handler.take(ROUTE, TrainerStart(step=0, world_size=1))
         number = self.last(Ticket).number
         assert number > max(self.tickets, default=0)
         self.tickets.append(number)
@@ -48,7 +48,7 @@ class TrainerEvents(WorkerEvents):
         step = max(0, self.model.num_trained - back)
         if self.model.last_request is None:  # a refused first start would stop the datapipe
             step = min(max(step, self.model.saved), self.model.num_trained)
-        self.handler.take(ROUTE, TrainerStart(step, 1, number))
+        self.handler.take(ROUTE, TrainerStart(step=step, world_size=1, ticket=number))
         self.model.start = (step, number, self.model.now)
         if answer := self.model.accept_start():
             self.check_start(answer)
@@ -61,16 +61,16 @@ class TrainerEvents(WorkerEvents):
         numbers = [number for number in self.tickets if number <= self.model.ticket]
         number = [never_issued, *numbers][-1 - pick % (len(numbers) + 1)]
         num_answers = len(self.sent)
-        self.handler.take(ROUTE, TrainerStart(0, 1, number))
+        self.handler.take(ROUTE, TrainerStart(step=0, world_size=1, ticket=number))
         is_current = number == self.model.ticket
-        assert self.sent[num_answers:] == [TrainerReady(0, 0)] * is_current
+        assert self.sent[num_answers:] == [TrainerReady(step=0, rolled_back_groups=0)] * is_current
 
     @event(step=st.integers(-1, 1), rank=st.integers(0, 1))
     def request_batch(self, step: int, rank: int) -> None:
         """A rank requests the next batch, one that it had already, or an impossible batch."""
         due = len(self.model.batches)
         step = max(0, due + step)
-        request = BatchRequest(step, rank, 2)
+        request = BatchRequest(step=step, rank=rank, world_size=2)
         if step > due:
             with pytest.raises(OutOfStep):
                 self.ask(request)
@@ -111,15 +111,17 @@ class TrainerEvents(WorkerEvents):
         step = self.model.num_trained
         is_composed = step < len(self.model.batches)
         if kind == "again" and step:
-            self.ask(StepReport(step - 1, [], {}))
+            self.ask(StepReport(step=step - 1, trained=[], metrics={}))
         elif kind == "skipped" or not is_composed:
             with pytest.raises(OutOfStep):
-                self.ask(StepReport(step + (kind == "skipped"), [], {}))
+                self.ask(StepReport(step=step + (kind == "skipped"), trained=[], metrics={}))
         elif kind == "other ids":
             with pytest.raises(InvariantError, match="they differ in"):
-                self.ask(StepReport(step, [*self.model.payloads(step)][:-1], {}))
+                self.ask(
+                    StepReport(step=step, trained=[*self.model.payloads(step)][:-1], metrics={})
+                )
         elif kind == "right":
-            self.ask(StepReport(step, [*self.model.payloads(step)], {}))
+            self.ask(StepReport(step=step, trained=[*self.model.payloads(step)], metrics={}))
             self.model.num_trained += 1
         self.commit()
         self.serve()
@@ -128,7 +130,7 @@ class TrainerEvents(WorkerEvents):
     def publish(self, back: int) -> None:
         """A version counts unless it is older, or none of the trained steps has made it."""
         version = max(0, self.model.num_trained - back)
-        self.ask(Published(version))
+        self.ask(Published(version=version))
         if (self.model.version or 0) <= version <= self.model.num_trained:
             self.model.version = version
         self.commit()
@@ -153,11 +155,11 @@ class TrainerEvents(WorkerEvents):
         if not 0 <= step < len(self.model.batches):
             return
         group_id = self.model.batches[step][place]
-        self.ask(Unusable(step, {group_id: "mask"}))
-        assert self.last(Done) == Done(f"Unusable {step}")
+        self.ask(Unusable(step=step, groups={group_id: "mask"}))
+        assert self.last(Done) == Done(request=f"Unusable {step}")
         if step == self.model.num_trained:
             self.model.set_aside(group_id)
-            self.unusable = Unusable(step, {group_id: "mask"})
+            self.unusable = Unusable(step=step, groups={group_id: "mask"})
         self.commit()
         self.serve()
 
@@ -168,12 +170,12 @@ class TrainerEvents(WorkerEvents):
         tickets = {"none": 0, "unknown": self.model.ticket + 1, "old": old[-1] if old else 0}
         step = self.model.num_trained
         requests: list[Any] = [
-            Published(step),
-            BatchRequest(len(self.model.batches), 0, 1),
+            Published(version=step),
+            BatchRequest(step=len(self.model.batches), rank=0, world_size=1),
             saved(self.config, step),
-            Unusable(step, {"g0": "mask"}),
-            StepReport(step, [], {}),
-            EvalRequest(step),
+            Unusable(step=step, groups={"g0": "mask"}),
+            StepReport(step=step, trained=[], metrics={}),
+            EvalRequest(eval_id=step),
         ]
         request = requests[pick % len(requests)]
         num_answers = len(self.sent)

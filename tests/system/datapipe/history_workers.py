@@ -23,8 +23,10 @@ SEATS = st.sampled_from([("agent", "judge"), ("judge", "agent")])
 @cache
 def turn_payload(token: int) -> bytes:
     """Return a valid turn of one token."""
-    response = LLMResponse([token], [-1.0], [0], "stop", 0)
-    return encode_turn(Turn(response, 1.0, prompt=bytes(16)))
+    response = LLMResponse(
+        output_ids=[token], logprobs=[-1.0], versions=[0], stop_reason="stop", interruptions=0
+    )
+    return encode_turn(Turn(response=response, temperature=1.0, prompt=bytes(16)))
 
 
 class WorkerEvents(Parts):
@@ -93,7 +95,13 @@ class WorkerEvents(Parts):
         payloads = [payload(h) for h in headers]
         if not is_intact:
             payloads[-1] = payloads[-1][:-1]
-        made = Episode(lease.lease_id, lease.group_id, member, headers, None)
+        made = Episode(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            member=member,
+            headers=headers,
+            failure=None,
+        )
         self.send(worker, made, payloads)
 
     @event(pick=PICK, rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=3, max_size=3))
@@ -140,14 +148,22 @@ class WorkerEvents(Parts):
             lease_id = f"{group_id}.1.1"
         made = header(group_id, lease.members[0], version=0, seat="agent")
         self.send(
-            worker, Episode(lease_id, group_id, lease.members[0], [made], None), [payload(made)]
+            worker,
+            Episode(
+                lease_id=lease_id,
+                group_id=group_id,
+                member=lease.members[0],
+                headers=[made],
+                failure=None,
+            ),
+            [payload(made)],
         )
 
     def send(self, worker: str, episode: Episode, payloads: list[bytes]) -> None:
         """Deliver a result to the datapipe, and to the model."""
         self.results.append((worker, episode, payloads))
         num_late = self.store.late_results
-        self.intake.take(Result(worker, [episode]), payloads, "")
+        self.intake.take(Result(worker_id=worker, episodes=[episode]), payloads, "")
         self.handler.changed = True
         is_late = self.store.late_results > num_late
         self.expect(worker, episode, payloads, is_late=is_late)
@@ -196,10 +212,15 @@ class WorkerEvents(Parts):
         sender = worker if is_owner else "w9"
         newest = max(self.model.newest_version, self.model.num_trained)
         oldest = min(max(0, lease.version + age), newest)
-        turns = [TurnHeader(member, seat, index, oldest) for member in members]
+        turns = [
+            TurnHeader(member=member, seat=seat, index=index, oldest_version=oldest)
+            for member in members
+        ]
         payloads = [turn_payload(self.num_payloads + n) for n in range(len(turns))]
         self.num_payloads += len(turns)
-        progress = Progress(sender, lease.lease_id, lease.group_id, turns)
+        progress = Progress(
+            worker_id=sender, lease_id=lease.lease_id, group_id=lease.group_id, turns=turns
+        )
         self.intake.take_progress(progress, payloads)
         group = self.model.groups[lease.group_id]
         if group.is_listed and group.workers.get(lease.lease_id, sender) != sender:
@@ -220,7 +241,13 @@ class WorkerEvents(Parts):
         """Send the state of a worker; return the leases that it has lost."""
         known = self.workers.by_id.get(worker)
         held = [*known.leases] if known and holds else []
-        state = WorkerState(worker, capacity, held, {}, str(self.processes[worker]))
+        state = WorkerState(
+            worker_id=worker,
+            capacity=capacity,
+            held=held,
+            split_metrics={},
+            process=str(self.processes[worker]),
+        )
         return self.workers.update(ROUTE, state)[0]
 
     @event(how=st.sampled_from(["restarted", "silent", "drains"]))
@@ -301,5 +328,7 @@ class WorkerEvents(Parts):
         for member in members:
             reward = float(member % 2) if has_variance else 1.0
             made = header(group_id, member, version=version, reward=reward)
-            result = Episode(lease_id, group_id, member, [made], None)
+            result = Episode(
+                lease_id=lease_id, group_id=group_id, member=member, headers=[made], failure=None
+            )
             self.send(worker, result, [payload(made)])

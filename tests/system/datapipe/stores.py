@@ -53,13 +53,24 @@ def seated(lease: Lease, member: int, rewards: dict[str, float | None]) -> Episo
         header(lease.group_id, member, version=version, reward=reward, seat=seat)
         for seat, reward in rewards.items()
     ]
-    return Episode(lease.lease_id, lease.group_id, member, headers, None)
+    return Episode(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        member=member,
+        headers=headers,
+        failure=None,
+    )
 
 
 def add_turns(store: GroupStore, lease: Lease, turns: Sequence[TurnHeader]) -> None:
     """Store turns of a running episode."""
     payloads = [b"turn"] * len(turns)
-    store.add_turns(Progress("w", lease.lease_id, lease.group_id, list(turns)), payloads)
+    store.add_turns(
+        Progress(
+            worker_id="w", lease_id=lease.lease_id, group_id=lease.group_id, turns=list(turns)
+        ),
+        payloads,
+    )
 
 
 def train_step(store: GroupStore) -> list[int] | None:

@@ -68,8 +68,15 @@ class History:
         self.commit()
         leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
         for lease in leases:
-            told = TurnHeader(lease.members[0], "agent", 0, lease.version)
-            self.store.add_turns(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
+            told = TurnHeader(
+                member=lease.members[0], seat="agent", index=0, oldest_version=lease.version
+            )
+            self.store.add_turns(
+                Progress(
+                    worker_id="w", lease_id=lease.lease_id, group_id=lease.group_id, turns=[told]
+                ),
+                [b"turn"],
+            )
             draw = self.rng.random()
             if draw < 0.2:
                 self.store.end_lease(lease, is_lost=True)
@@ -89,7 +96,7 @@ class History:
         self.commit()
         ids = [h.trajectory_id for group in groups for h in group.headers]
         self.store.mark_trained(step)
-        self.store.ledger.train(StepReport(step, ids, {}))
+        self.store.ledger.train(StepReport(step=step, trained=ids, metrics={}))
         self.publish(step + 1)
 
 

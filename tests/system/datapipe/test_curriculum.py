@@ -23,7 +23,10 @@ Chance = Callable[[str, int], float]
 
 def rows() -> list[Task]:
     names = [name for name, count in LEVELS.items() for _ in range(count)]
-    return [Task(f"train-{n}", "?", None, {"level": name}) for n, name in enumerate(names)]
+    return [
+        Task(task_id=f"train-{n}", prompt="?", ground_truth=None, extra_info={"level": name})
+        for n, name in enumerate(names)
+    ]
 
 
 @pytest.fixture

@@ -28,8 +28,10 @@ from tests.waiting import eventually
 
 def stored(index: int) -> bytes:
     """Return a turn of one token, as a worker sends it."""
-    response = LLMResponse([index], [-1.0], [0], "stop", 0)
-    return encode_turn(Turn(response, 1.0, index=index, prompt=bytes(16)))
+    response = LLMResponse(
+        output_ids=[index], logprobs=[-1.0], versions=[0], stop_reason="stop", interruptions=0
+    )
+    return encode_turn(Turn(response=response, temperature=1.0, index=index, prompt=bytes(16)))
 
 
 @asynccontextmanager
@@ -89,7 +91,9 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(start_pipe: StartPipe)
         assert first.ranks == second.ranks
         assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
         assert again == answers[1]
-        link.report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
+        link.report(
+            StepReport(step=0, trained=[h.trajectory_id for h in first.headers], metrics={})
+        )
         finish(link, live.config, 1)
         other.close()
 
@@ -111,7 +115,7 @@ async def test_evaluation_runs_during_training(start_pipe: StartPipe) -> None:
         assert first.metrics == second.metrics
         link.evaluate(1)  # asked again: answered from the ledger
         assert link.eval_result(wait=True) == {r.eval_id: r for r in (first, second)}[1]
-        link.report(Finish("over"))
+        link.report(Finish(reason="over"))
         return first.metrics
 
     metrics = await live.trainer(body)
@@ -139,7 +143,7 @@ async def test_stop_ends_the_wait_for_an_evaluation(start_pipe: StartPipe) -> No
         link.evaluate(0)
         assert link.eval_result(wait=True, on_wait=on_wait) is None
         assert not live.pipe.requests.finish, "only the wait ends"
-        link.report(Finish("asked to stop"))
+        link.report(Finish(reason="asked to stop"))
 
     await live.trainer(body)
     await live.end()
@@ -174,7 +178,7 @@ async def test_leases_lost_by_a_restarted_worker_count_as_attempts(start_pipe: S
         result = link.eval_result(wait=True)
         assert result and result.metrics["eval/failed"] == 1.0
         ids = next_ids(link, 0)
-        link.report(Finish("over"))
+        link.report(Finish(reason="over"))
         return ids
 
     dying = asyncio.create_task(die_often())
@@ -203,7 +207,7 @@ async def test_report_of_other_trajectories_is_refused(start_pipe: StartPipe) ->
     def body(link: TrainerLink) -> None:
         begin(link)
         ids = next_ids(link, 0)
-        link.report(StepReport(0, [*ids[:-1], ids[0]], {}))
+        link.report(StepReport(step=0, trained=[*ids[:-1], ids[0]], metrics={}))
 
     await live.refused(body, match="they differ in")
 
@@ -226,7 +230,7 @@ async def test_leases_expire_when_the_worker_is_silent(start_pipe: StartPipe) ->
         answer = link.next_batch(0, on_wait=on_wait)
         assert answer
         ids = [h.trajectory_id for h in answer[0].headers]
-        link.report(StepReport(0, ids, {}))
+        link.report(StepReport(step=0, trained=ids, metrics={}))
         finish(link, live.config, 1)
         return ids
 
@@ -271,9 +275,9 @@ async def test_restart_repeats_the_batch_and_keeps_the_buffer(start_pipe: StartP
 
 async def test_another_dataset_is_refused(tmp_path: Path) -> None:
     config = experiment(tmp_path)
-    Datapipe(config, train=tasks(5), eval=[], registry=None).ledger.close()
+    Datapipe(config=config, train=tasks(5), eval=[], registry=None).ledger.close()
     with pytest.raises(UserError, match=r"dataset_rows=5, now it is 6.*another trial_name"):
-        Datapipe(config, train=tasks(6), eval=[], registry=None)
+        Datapipe(config=config, train=tasks(6), eval=[], registry=None)
 
 
 async def test_stall_error_names_the_running_episode(start_pipe: StartPipe) -> None:
@@ -286,9 +290,9 @@ async def test_stall_error_names_the_running_episode(start_pipe: StartPipe) -> N
 
 
 async def test_error_names_a_silent_datapipe(tmp_path: Path) -> None:
-    link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
+    link = TrainerLink(resolve=lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
     with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
-        await in_thread(lambda: link.report(Finish("x")))
+        await in_thread(lambda: link.report(Finish(reason="x")))
     link.close()
 
 
@@ -330,8 +334,12 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(start_pipe: Sta
             answer = link.next_batch(step, on_wait=on_wait)
             assert answer
             shares.append(answer[0].waits)
-            link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
-            link.report(Published(step + 1))
+            link.report(
+                StepReport(
+                    step=step, trained=[h.trajectory_id for h in answer[0].headers], metrics={}
+                )
+            )
+            link.report(Published(version=step + 1))
         finish(link, live.config, 3)
 
     live = await start_pipe(num_groups=1, max_staleness=1)
@@ -368,7 +376,9 @@ async def test_turns_survive_restarts_of_worker_and_datapipe(start_pipe: StartPi
 
     def progress(anew: bool) -> Iterator[Turns]:
         if dying.leases and (anew or starts == 1):
-            turns = [TurnHeader(1, "agent", n, 0) for n in range(starts)]
+            turns = [
+                TurnHeader(member=1, seat="agent", index=n, oldest_version=0) for n in range(starts)
+            ]
             yield dying.leases[0], turns, [stored(t.index) for t in turns]
 
     dying.link.progress = progress
@@ -415,7 +425,11 @@ async def test_unfinished_members_of_a_lease_survive_a_restart_of_all_roles(
 
     def progress(anew: bool) -> Iterator[Turns]:
         if dying.leases:
-            yield dying.leases[0], [TurnHeader(1, "agent", 0, 0)], [stored(0)]
+            yield (
+                dying.leases[0],
+                [TurnHeader(member=1, seat="agent", index=0, oldest_version=0)],
+                [stored(0)],
+            )
 
     dying.link.progress = progress
 

@@ -174,8 +174,12 @@ async def test_without_a_bound_the_report_lasts_until_a_group_is_complete(
         answer = link.next_batch(0, on_wait=see)
         assert answer is not None
         assert not reports()
-        link.report(StepReport(0, [header.trajectory_id for header in answer[0].headers], {}))
-        link.report(Finish("over"))
+        link.report(
+            StepReport(
+                step=0, trained=[header.trajectory_id for header in answer[0].headers], metrics={}
+            )
+        )
+        link.report(Finish(reason="over"))
 
     live.work(script=script)
     async with asyncio.timeout(60):

@@ -76,7 +76,7 @@ def test_late_result_beyond_the_staleness_bound_is_ignored(open_store: OpenStore
 
 
 def turn(index: int) -> TurnHeader:
-    return TurnHeader(0, "agent", index, 0)
+    return TurnHeader(member=0, seat="agent", index=index, oldest_version=0)
 
 
 def test_resumed_episode_holds_batches_back(open_store: OpenStore) -> None:

@@ -91,7 +91,9 @@ def test_payload_that_differs_from_its_header_is_rejected(made: bytes, what: str
 def test_greedy_trajectory_is_valid_only_in_an_evaluation(group: str, is_right: bool) -> None:
     """A trainer divides logits by the temperature."""
     about = replace(HEADER, group_id=group, trajectory_id=f"{group}/0/agent")
-    whole = Episode(f"{group}.1.1", group, 0, [about], None)
+    whole = Episode(
+        lease_id=f"{group}.1.1", group_id=group, member=0, headers=[about], failure=None
+    )
     assert (check_episode(whole, [changed(temperature=0.0)], 2) == "") == is_right
 
 
@@ -121,18 +123,31 @@ def test_every_flipped_byte_of_a_payload_is_detected() -> None:
     ],
 )
 def test_impossible_header_is_rejected(wrong: dict[str, Any]) -> None:
-    whole = Episode("g0.1.1", "g0", 0, [HEADER], None)
+    whole = Episode(lease_id="g0.1.1", group_id="g0", member=0, headers=[HEADER], failure=None)
     assert check_episode(whole, [payload(HEADER)], 2) == ""
     bad = replace(whole, headers=[replace(HEADER, **wrong)])
     assert check_episode(bad, [payload(HEADER)], 2)
 
 
 def test_episode_needs_trajectories_or_a_failure() -> None:
-    failure, made = Failure("boom", ""), payload(HEADER)
-    assert check_episode(Episode("l", "g0", 0, [], None), [], 2)
-    assert check_episode(Episode("l", "g0", 0, [HEADER], failure), [made], 2)
-    assert check_episode(Episode("l", "g0", 0, [HEADER, HEADER], None), [made, made], 2)
-    assert check_episode(Episode("l", "g0", 0, [], failure), [], 2) == ""
+    failure, made = Failure(failure_class="boom", detail=""), payload(HEADER)
+    assert check_episode(
+        Episode(lease_id="l", group_id="g0", member=0, headers=[], failure=None), [], 2
+    )
+    assert check_episode(
+        Episode(lease_id="l", group_id="g0", member=0, headers=[HEADER], failure=failure), [made], 2
+    )
+    assert check_episode(
+        Episode(lease_id="l", group_id="g0", member=0, headers=[HEADER, HEADER], failure=None),
+        [made, made],
+        2,
+    )
+    assert (
+        check_episode(
+            Episode(lease_id="l", group_id="g0", member=0, headers=[], failure=failure), [], 2
+        )
+        == ""
+    )
 
 
 # ---------------------------------------------------------------- through a live datapipe
@@ -164,7 +179,9 @@ class Peer:
 
     async def leased(self, name: str, capacity: int = 4) -> list[Lease]:
         """Accept leases like a worker that never finishes them."""
-        self.say(WorkerState(name, capacity, [], {}, "1"))
+        self.say(
+            WorkerState(worker_id=name, capacity=capacity, held=[], split_metrics={}, process="1")
+        )
         leases: Callable[[], list[Lease]] = lambda: self.messages(Lease)  # noqa: E731
         await eventually(lambda: sum(len(lease.members) for lease in leases()) >= capacity)
         return leases()
@@ -180,13 +197,13 @@ async def peer(
     await live.begin()
     peer = Peer(live.pipe)
     yield peer
-    peer.say(WorkerState("bad", 0, [], {}, "2"))
+    peer.say(WorkerState(worker_id="bad", capacity=0, held=[], split_metrics={}, process="2"))
     peer.channel.close()
 
     def body(link: TrainerLink) -> None:
         for step in range(2):
-            link.report(StepReport(step, next_ids(link, step), {}))
-            link.report(Published(step + 1))
+            link.report(StepReport(step=step, trained=next_ids(link, step), metrics={}))
+            link.report(Published(version=step + 1))
         finish(link, live.config, 2)
 
     live.work(worker_id="good")
@@ -199,13 +216,23 @@ async def peer(
 
 async def test_invalid_messages_are_counted_and_logged_once_per_sender(peer: Peer) -> None:
     wrong = [
-        *(b"", b"garbage", b"\x80", wire.encode(Ack(1)), wire.encode({"type": "Result"})),
+        *(b"", b"garbage", b"\x80", wire.encode(Ack(checksum=1)), wire.encode({"type": "Result"})),
         *(b"\x81\xa1a" * 50_000, b"\x82\xa4type\xa6Finish\xa6reason\xa1\xff"),
         *(
             wire.encode(m)
-            for m in (EvalRequest(2**64 - 1), EvalRequest(-1), Checkpointed(2**63, ""))
+            for m in (
+                EvalRequest(eval_id=2**64 - 1),
+                EvalRequest(eval_id=-1),
+                Checkpointed(step=2**63, path=""),
+            )
         ),
-        *(wire.encode(m) for m in (BatchRequest(0, 0, 0), WorkerState("w", -1, [], {}, ""))),
+        *(
+            wire.encode(m)
+            for m in (
+                BatchRequest(step=0, rank=0, world_size=0),
+                WorkerState(worker_id="w", capacity=-1, held=[], split_metrics={}, process=""),
+            )
+        ),
     ]
     with capture_logs() as logs:
         for frame in wrong:
@@ -216,8 +243,18 @@ async def test_invalid_messages_are_counted_and_logged_once_per_sender(peer: Pee
 
 
 async def test_trainer_requests_without_a_ticket_change_nothing(peer: Peer) -> None:
-    stray = [Published(0), Checkpointed(0, ""), EvalRequest(0), Finish("x"), StepReport(0, [], {})]
-    for request in (*stray, BatchRequest(0, 0, 1), TrainerStart(0, 1, 1 << 30)):
+    stray = [
+        Published(version=0),
+        Checkpointed(step=0, path=""),
+        EvalRequest(eval_id=0),
+        Finish(reason="x"),
+        StepReport(step=0, trained=[], metrics={}),
+    ]
+    for request in (
+        *stray,
+        BatchRequest(step=0, rank=0, world_size=1),
+        TrainerStart(step=0, world_size=1, ticket=1 << 30),
+    ):
         peer.say(request)
     await peer.rejected(6)
     assert peer.pipe.requests.finish is None
@@ -228,8 +265,14 @@ async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Pee
     """Otherwise no worker would have the lease, and its group would never complete."""
     lease, other = (await peer.leased("bad"))[:2]
     good = episode(other, 0)
-    mixed = Episode(lease.lease_id, other.group_id, 0, [], Failure("boom", ""))
-    peer.say(Result("bad", [good, mixed]), payload(good.headers[0]))
+    mixed = Episode(
+        lease_id=lease.lease_id,
+        group_id=other.group_id,
+        member=0,
+        headers=[],
+        failure=Failure(failure_class="boom", detail=""),
+    )
+    peer.say(Result(worker_id="bad", episodes=[good, mixed]), payload(good.headers[0]))
     await peer.rejected(1)
     assert 0 in peer.pipe.workers.by_id["bad"].leases[lease.lease_id].unfinished
 
@@ -257,7 +300,7 @@ async def test_invalid_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer
             if how == "range":
                 made = replace(made, headers=[replace(made.headers[0], turns=-1)])
             frames = {"garbage": [b"x"], "missing": [], "too many": [*frames, b""]}.get(how, frames)
-            peer.say(Result("bad", [made]), *frames)
+            peer.say(Result(worker_id="bad", episodes=[made]), *frames)
     await peer.rejected(4)
     await eventually(lambda: peer.acknowledged() == 4)
     with closing(connect(peer.pipe.ledger.path, read_only=True)) as db:
@@ -292,7 +335,7 @@ async def test_unreadable_result_is_acknowledged_and_leased_again(
 async def test_only_the_invalid_episode_of_a_result_is_lost(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     good, bad = episode(lease, 0), episode(lease, 1)
-    peer.say(Result("bad", [bad, good]), b"garbage", payload(good.headers[0]))
+    peer.say(Result(worker_id="bad", episodes=[bad, good]), b"garbage", payload(good.headers[0]))
     await peer.rejected(1)
     group = peer.pipe.store.groups[lease.group_id]
     assert list(group.finished) == [0]
@@ -301,10 +344,13 @@ async def test_only_the_invalid_episode_of_a_result_is_lost(peer: Peer) -> None:
 
 async def test_invalid_turns_are_not_stored(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
-    turn = TurnHeader(0, "agent", 0, 0)
+    turn = TurnHeader(member=0, seat="agent", index=0, oldest_version=0)
     for name, payloads in (("bad", [b"turn"]), ("bad", []), ("w", [])):
         turns = [turn] if name == "bad" else []
-        peer.say(Progress(name, lease.lease_id, lease.group_id, turns), *payloads)
+        peer.say(
+            Progress(worker_id=name, lease_id=lease.lease_id, group_id=lease.group_id, turns=turns),
+            *payloads,
+        )
     await peer.rejected(3)
     assert peer.pipe.store.groups[lease.group_id].turns == {}
 
@@ -316,7 +362,7 @@ async def test_too_many_rejected_results_stop_the_run(start_pipe: StartPipe) -> 
     peer = Peer(live.pipe)
     for lease in await peer.leased("bad"):
         made = [episode(lease, member) for member in lease.members]
-        peer.say(Result("bad", made))
+        peer.say(Result(worker_id="bad", episodes=made))
     await eventually(lambda: live.pipe._fatal is not None)
     assert "max_failed_share" in str(live.pipe._fatal) and "rejected" in str(live.pipe._fatal)
     peer.channel.close()
@@ -325,13 +371,13 @@ async def test_too_many_rejected_results_stop_the_run(start_pipe: StartPipe) -> 
 async def test_frame_above_the_limit_disconnects_its_sender(start_pipe: StartPipe) -> None:
     live = await start_pipe(pipe={"max_frame_mb": 1})
     peer = Peer(live.pipe)
-    peer.say(Result("w", []), bytes(2 << 20))
-    peer.say(WorkerState("w", 0, [], {}, "1"))
+    peer.say(Result(worker_id="w", episodes=[]), bytes(2 << 20))
+    peer.say(WorkerState(worker_id="w", capacity=0, held=[], split_metrics={}, process="1"))
     await eventually(lambda: peer.messages(Ack))  # over the next connection
     assert live.pipe.requests.rejections.total() == 0
     peer.channel.close()
     await live.begin()
-    await live.trainer(lambda link: link.report(Finish("over")))
+    await live.trainer(lambda link: link.report(Finish(reason="over")))
     await live.end()
 
 
@@ -339,7 +385,10 @@ async def test_trajectory_above_the_limit_is_a_failed_episode_at_its_worker() ->
     """The worker does not send it, so it is not disconnected."""
     worker = FakeWorker(lambda: None)
     worker.link.max_frame_mb = 0
-    made = episode(Lease("l", "g0", "train", tasks(1)[0], [0], 0), 0)
+    made = episode(
+        Lease(lease_id="l", group_id="g0", split="train", task=tasks(1)[0], members=[0], version=0),
+        0,
+    )
     worker.link.submit(made, [payload(made.headers[0])])
     (((sent, payloads),)) = worker.link._outbox
     assert sent.failure and sent.failure.failure_class == "too_large"

@@ -33,8 +33,8 @@ def serve():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     open_group.BACK_OFF_S = 0.0
     config = pickle.loads(Path(sys.argv[1]).read_bytes())
-    names = NameRegistry(name_dir(config))
-    asyncio.run(Datapipe(config, train=tasks(7), eval=[], registry=names).run())
+    names = NameRegistry(root=name_dir(config))
+    asyncio.run(Datapipe(config=config, train=tasks(7), eval=[], registry=names).run())
     assert not {"torch", "transformers", "aiohttp"} & sys.modules.keys()
 
 for _ in sys.stdin:
@@ -90,7 +90,7 @@ class DatapipeProcess:
 @pytest.mark.processes
 async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     config = experiment(tmp_path, num_groups=4, group_size=2, filter_zero_variance=True)
-    names = NameRegistry(name_dir(config))
+    names = NameRegistry(root=name_dir(config))
 
     def resolve() -> str | None:
         entries = names.list("datapipe")
@@ -118,7 +118,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
         return link._address == resolve() and link._received_at > link._connected_at
 
     datapipe = await DatapipeProcess.start(config, tmp_path)
-    link = TrainerLink(resolve, rank=0, world_size=1, silence_s=60.0)
+    link = TrainerLink(resolve=resolve, rank=0, world_size=1, silence_s=60.0)
     workers = [FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script) for n in range(2)]
     training = asyncio.create_task(
         in_thread(lambda: train(link, config, steps=steps, on_step=on_step))

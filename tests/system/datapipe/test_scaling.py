@@ -40,15 +40,20 @@ class Site:
         self.store = GroupStore(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
         self.store.version = 0
         self.workers = Workers(ttl_s=100.0)
-        registry = NameRegistry(root / "names")
-        self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
+        registry = NameRegistry(root=root / "names")
+        self.scaling = Scaling(
+            config=config, registry=registry, store=self.store, workers=self.workers
+        )
 
     def hear(self, *indices: int) -> None:
         """Send the state of each worker; each lists all its leases."""
         for index in indices:
             name = f"rollout-{index}@host"
             held = list(self.workers.by_id[name].leases) if name in self.workers.by_id else []
-            self.workers.update(b"route", WorkerState(name, 64, held, {}, "p"))
+            self.workers.update(
+                b"route",
+                WorkerState(worker_id=name, capacity=64, held=held, split_metrics={}, process="p"),
+            )
 
     def fill(self) -> None:
         """Lease episodes until no worker has credit."""
@@ -149,7 +154,10 @@ def test_worker_is_added_when_all_are_full_and_removed_when_idle(site: Any) -> N
     it.pass_period(running=2, waiting=8, capacity=2)
     assert it.scaling.desired_workers() == {"workers": 1}
     assert leaving.limit == 0, "nothing new until it is gone"
-    it.workers.update(b"route", WorkerState("rollout-1@host", 0, [], {}, "p"))
+    it.workers.update(
+        b"route",
+        WorkerState(worker_id="rollout-1@host", capacity=0, held=[], split_metrics={}, process="p"),
+    )
     it.pass_period(running=2, waiting=8, capacity=2)
     it.hear(1)
     assert it.workers.by_id["rollout-1@host"].limit > 0, "another of that number"

@@ -116,9 +116,13 @@ class Chaos(Trial):
                 self.store.add_episode(made, [] if is_failed else [payload(made.headers[0])])
 
     def tell(self, run: Running) -> None:
-        turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
+        turn = TurnHeader(
+            member=run.member, seat="agent", index=run.turns, oldest_version=run.oldest
+        )
         run.turns += 1
-        told = Progress("w", run.lease.lease_id, run.lease.group_id, [turn])
+        told = Progress(
+            worker_id="w", lease_id=run.lease.lease_id, group_id=run.lease.group_id, turns=[turn]
+        )
         self.store.add_turns(told, [b"turn"])
 
     def lose(self, run: Running) -> None:
@@ -135,11 +139,30 @@ class Chaos(Trial):
     def episode(self, run: Running) -> Episode:
         newest = max(run.oldest, self.servers)
         header = TrajectoryHeader(
-            f"{run.lease.group_id}/{run.member}/agent", run.lease.group_id, run.member, "agent",
-            run.lease.task.task_id, float(self.rng.random() < 0.8), {}, [6], 3, run.oldest,
-            newest, 1, False, 0, 1.0, {},
-        )  # fmt: skip
-        return Episode(run.lease.lease_id, run.lease.group_id, run.member, [header], None)
+            trajectory_id=f"{run.lease.group_id}/{run.member}/agent",
+            group_id=run.lease.group_id,
+            member=run.member,
+            seat="agent",
+            task_id=run.lease.task.task_id,
+            reward=float(self.rng.random() < 0.8),
+            reward_parts={},
+            segment_lengths=[6],
+            trained_tokens=3,
+            oldest_version=run.oldest,
+            newest_version=newest,
+            turns=1,
+            truncated=False,
+            interruptions=0,
+            seconds=1.0,
+            waits={},
+        )
+        return Episode(
+            lease_id=run.lease.lease_id,
+            group_id=run.lease.group_id,
+            member=run.member,
+            headers=[header],
+            failure=None,
+        )
 
     # ------------------------------------------------------------ trainer
 
@@ -158,7 +181,7 @@ class Chaos(Trial):
         if self.policy != "mask":
             assert max(self.step - h.oldest_version for h in headers) <= self.eta
         self.store.mark_trained(self.step)
-        self.ledger.train(StepReport(self.step, ids, {}))
+        self.ledger.train(StepReport(step=self.step, trained=ids, metrics={}))
         self.ledger.commit()
         self.step += 1
         self.idle_since = self.now
@@ -201,9 +224,17 @@ def played(seed: int, policy: str, eta: int, num_groups: int, steps: int = 25) -
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name, patch.object(open_group, "BACK_OFF_S", 0.0):
         trial = Chaos(
-            Path(name), policy, eta, steps, seed % 1000, 2, num_groups, rng.randint(1, 12),
-            rng=rng, quiet_from=steps - 4,
-        )  # fmt: skip
+            Path(name),
+            policy,
+            eta,
+            steps,
+            seed % 1000,
+            2,
+            num_groups,
+            rng.randint(1, 12),
+            rng=rng,
+            quiet_from=steps - 4,
+        )
         trial.run()
         yield trial
 

@@ -56,8 +56,8 @@ def handler(tmp_path: Path) -> Iterator[TrainerRequestHandler]:
     messages: list[Any] = []
     writer: Any = AtOnce(ledger)
     handler = TrainerRequestHandler(
-        store,
-        EvalScheduler([], samples=1, max_attempts=1),
+        store=store,
+        evals=EvalScheduler([], samples=1, max_attempts=1),
         config=config,
         send=lambda _, message: messages.append(message),
         workers=Workers(ttl_s=1.0),
@@ -65,7 +65,7 @@ def handler(tmp_path: Path) -> Iterator[TrainerRequestHandler]:
     )
     handler.sent = messages  # type: ignore[attr-defined]
     begin(handler, 0, ticket=1)
-    tell(handler, Published(0))
+    tell(handler, Published(version=0))
     for step in range(2):
         train(handler, step)
     yield handler
@@ -84,7 +84,7 @@ def tell(handler: TrainerRequestHandler, request: FromTrainer) -> bool:
 def begin(handler: TrainerRequestHandler, step: int, *, ticket: int) -> None:
     """Handle a start after the previous trainer died."""
     handler.last_request = min(handler.last_request, 0.0)
-    handler.take(ROUTE, TrainerStart(step, 1, ticket))
+    handler.take(ROUTE, TrainerStart(step=step, world_size=1, ticket=ticket))
 
 
 def collect(handler: TrainerRequestHandler, *, reward: float = 1.0) -> None:
@@ -99,14 +99,17 @@ def collect(handler: TrainerRequestHandler, *, reward: float = 1.0) -> None:
 def train(handler: TrainerRequestHandler, step: int) -> None:
     collect(handler)
     (chosen,) = handler.store.compose() or ()
-    tell(handler, StepReport(step, [h.trajectory_id for h in chosen.headers], {}))
-    tell(handler, Published(step + 1))
+    tell(
+        handler,
+        StepReport(step=step, trained=[h.trajectory_id for h in chosen.headers], metrics={}),
+    )
+    tell(handler, Published(version=step + 1))
 
 
 def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> None:
     """Tickets after a restart of the datapipe are larger than all earlier tickets."""
     for _ in range(2):
-        handler.take(ROUTE, TrainerStart(0, 1))
+        handler.take(ROUTE, TrainerStart(step=0, world_size=1))
     first, second = sent(handler)[-2:]
     assert 0 < first.number < second.number < 2 * first.number
     assert handler.store.num_trained_steps() == 2
@@ -122,20 +125,20 @@ def test_tickets_grow_after_a_restart_however_many_were_given(
     handler.store.ledger.set_meta("ticket", str(1 << 30))
     handler.store.ledger.commit()
     again = TrainerRequestHandler(
-        handler.store,
-        handler.evals,
+        store=handler.store,
+        evals=handler.evals,
         config=handler.config,
         send=handler.send,
         workers=handler.workers,
         writer=handler.writer,
     )
-    again.take(ROUTE, TrainerStart(2, 1))
+    again.take(ROUTE, TrainerStart(step=2, world_size=1))
     assert sent(handler)[-1].number > 1 << 30
 
 
 def test_start_waits_while_the_previous_trainer_is_alive(handler: TrainerRequestHandler) -> None:
-    tell(handler, Published(2))
-    handler.take(ROUTE, TrainerStart(1, 1, 2))
+    tell(handler, Published(version=2))
+    handler.take(ROUTE, TrainerStart(step=1, world_size=1, ticket=2))
     assert handler.store.num_trained_steps() == 2
     handler.send_waiting()
     (said,) = [m for m in sent(handler) if isinstance(m, Waiting)]
@@ -143,13 +146,13 @@ def test_start_waits_while_the_previous_trainer_is_alive(handler: TrainerRequest
     handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
     handler.accept_pending_start()
     assert handler.store.num_trained_steps() == 1
-    assert sent(handler)[-1] == TrainerReady(1, 1)
+    assert sent(handler)[-1] == TrainerReady(step=1, rolled_back_groups=1)
 
 
 def test_start_that_is_not_resent_is_dropped(handler: TrainerRequestHandler) -> None:
     """Otherwise a stray start would begin during the next long computation of the trainer."""
-    tell(handler, Published(2))
-    handler.take(ROUTE, TrainerStart(1, 1, 2))
+    tell(handler, Published(version=2))
+    handler.take(ROUTE, TrainerStart(step=1, world_size=1, ticket=2))
     handler._start_received -= trainer_request_handler.TRAINER_GONE_S
     handler.accept_pending_start()
     handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
@@ -161,9 +164,9 @@ def test_start_that_is_not_resent_is_dropped(handler: TrainerRequestHandler) -> 
 def test_start_does_not_overtake_a_trainer_that_saves_its_last_steps(
     handler: TrainerRequestHandler,
 ) -> None:
-    tell(handler, Published(2))
-    handler.take(ROUTE, TrainerStart(1, 1, 2))
-    tell(handler, Finish(STOP_WAITING))
+    tell(handler, Published(version=2))
+    handler.take(ROUTE, TrainerStart(step=1, world_size=1, ticket=2))
+    tell(handler, Finish(reason=STOP_WAITING))
     handler.accept_pending_start()
     save(handler, 2)
     assert handler.store.num_trained_steps() == 2
@@ -178,12 +181,12 @@ def test_start_that_contradicts_the_ledger_is_refused_and_stops_no_other(
     begin(handler, step, ticket=2)
     assert isinstance(sent(handler)[-1], Refused)
     assert handler.store.num_trained_steps() == 2
-    assert tell(handler, Published(2)), "the trainer goes on"
+    assert tell(handler, Published(version=2)), "the trainer goes on"
 
 
 def save(handler: TrainerRequestHandler, step: int, path: str = "") -> None:
     folder = run_paths(handler.config).checkpoints
-    tell(handler, Checkpointed(step, path or str(folder / f"step-{step:06d}")))
+    tell(handler, Checkpointed(step=step, path=path or str(folder / f"step-{step:06d}")))
 
 
 @pytest.mark.parametrize(
@@ -210,11 +213,11 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(
     collect(handler, reward=0.0)
     (bad,) = handler.store.compose() or ()
     for _ in range(2):  # also if the request is repeated
-        tell(handler, Unusable(2, {bad.group_id: "mask"}))
-        assert sent(handler)[-1] == Done("Unusable 2")
+        tell(handler, Unusable(step=2, groups={bad.group_id: "mask"}))
+        assert sent(handler)[-1] == Done(request="Unusable 2")
     (other,) = handler.store.compose() or ()
     assert other.group_id != bad.group_id
-    tell(handler, StepReport(2, [h.trajectory_id for h in other.headers], {}))
+    tell(handler, StepReport(step=2, trained=[h.trajectory_id for h in other.headers], metrics={}))
     handler.store.ledger.commit()
     report = audit(handler.store.ledger.path)
     assert report.ok, report.table()
@@ -231,7 +234,7 @@ def test_group_with_a_garbled_payload_can_be_set_aside_and_audited(
     lease = handler.store.lease(group, worker_id="w", credit=1)
     handler.store.add_episode(episode(lease, 0), [b"garbage"])
     assert handler.store.compose()
-    tell(handler, Unusable(2, {group.group_id: "unreadable"}))
+    tell(handler, Unusable(step=2, groups={group.group_id: "unreadable"}))
     assert handler.store.num_trained_steps() == 2 and handler.store.compose() is None
     report = audit(handler.store.ledger.path)
     assert report.ok, report.table()

@@ -299,7 +299,7 @@ async def test_datapipe_audits_and_drops_after_each_checkpoint(start_pipe: Start
     await live.trainer(lambda link: link.report(saved(live.config, 4)))
     is_dropped = "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'"
     await eventually(lambda: read(path, is_dropped), "the drop of four steps")
-    await live.trainer(lambda link: link.report(Finish("over")))
+    await live.trainer(lambda link: link.report(Finish(reason="over")))
     await live.end()
     assert mark(path)["step"] == 4
     assert not set(steps_with_payloads(path)) & {0, 1, 2, 3}

@@ -37,7 +37,7 @@ def forever():
 
 IDLE = "forever()"
 WAITS = """
-with waits.Wait("batch 12", owner="trainer rank 0", on="datapipe-0"):
+with waits.Wait(what="batch 12", owner="trainer rank 0", on="datapipe-0"):
     forever()
 """
 ONLY_HERE = """

@@ -68,7 +68,15 @@ class SmallRun:
         self.ledger.commit()
         self.store.mark_trained(self.step)
         ids = [header.trajectory_id for header in headers]
-        self.ledger.train(StepReport(self.step, ids, {"reward/mean": 0.5}, 1, f"{self.step:x}"))
+        self.ledger.train(
+            StepReport(
+                step=self.step,
+                trained=ids,
+                metrics={"reward/mean": 0.5},
+                ranks=1,
+                fingerprint=f"{self.step:x}",
+            )
+        )
         self.step += 1
         self.ledger.set_meta("version", str(self.step))
         if self.step % self.shape.every == 0:

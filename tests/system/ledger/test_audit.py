@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
         assert groups
         ids = [h.trajectory_id for g in groups for h in g.headers]
         store.mark_trained(step)
-        ledger.train(StepReport(step, ids, {}))
+        ledger.train(StepReport(step=step, trained=ids, metrics={}))
     ledger.checkpoint(1, "/x")
     ledger.commit()
     ledger.close()
@@ -116,7 +116,7 @@ def test_trajectories_without_a_score_are_stored_and_pass_the_audit(tmp_path: Pa
         assert groups
         store.mark_trained(step)
         ids = [header.trajectory_id for group in groups for header in group.headers]
-        ledger.train(StepReport(step, ids, {}))
+        ledger.train(StepReport(step=step, trained=ids, metrics={}))
     ledger.commit()
     ledger.close()
     report = audit(tmp_path / "ledger.sqlite")

@@ -42,11 +42,20 @@ def picture(store: GroupStore) -> dict[str, object]:
         "version": store.version,
         "counts": {k: v for k, v in store.counts.items() if v},
         "groups": {
-            key: (g.task.task_id, g.epoch, g.row, g.state, g.step, g.place, g.start,
-                  [h.trajectory_id for h in g.headers], sorted(g.failures),
-                  [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
-                  g.leasable(store.ppo.max_attempts),
-                  {member: turns for member, turns in g.turns.items() if turns})
+            key: (
+                g.task.task_id,
+                g.epoch,
+                g.row,
+                g.state,
+                g.step,
+                g.place,
+                g.start,
+                [h.trajectory_id for h in g.headers],
+                sorted(g.failures),
+                [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
+                g.leasable(store.ppo.max_attempts),
+                {member: turns for member, turns in g.turns.items() if turns},
+            )
             for key, g in store.groups.items()
         },
         "batches": {
@@ -55,7 +64,7 @@ def picture(store: GroupStore) -> dict[str, object]:
             if groups[0].state == "batched"
         },
         "trained": store.trained,
-    }  # fmt: skip
+    }
 
 
 class Random:
@@ -69,8 +78,19 @@ class Random:
         self.version = 0
 
     def step(self) -> None:
-        verbs = [self.lease, self.finish, self.finish, self.fail, self.lose, self.compose,
-                 self.train, self.reopen, self.roll_back, self.checkpoint, self.tell]  # fmt: skip
+        verbs = [
+            self.lease,
+            self.finish,
+            self.finish,
+            self.fail,
+            self.lose,
+            self.compose,
+            self.train,
+            self.reopen,
+            self.roll_back,
+            self.checkpoint,
+            self.tell,
+        ]
         self.data.draw(st.sampled_from(verbs))()
 
     def lease(self) -> None:
@@ -98,10 +118,16 @@ class Random:
         lease, member = self.pick()
         if lease is not None:
             turn = TurnHeader(
-                member, self.data.draw(st.sampled_from("ab")), self.some(0, 2),
-                self.some(max(0, lease.version - 1), max(self.version, lease.version)),
-            )  # fmt: skip
-            told = Progress("w", lease.lease_id, lease.group_id, [turn])
+                member=member,
+                seat=self.data.draw(st.sampled_from("ab")),
+                index=self.some(0, 2),
+                oldest_version=self.some(
+                    max(0, lease.version - 1), max(self.version, lease.version)
+                ),
+            )
+            told = Progress(
+                worker_id="w", lease_id=lease.lease_id, group_id=lease.group_id, turns=[turn]
+            )
             self.store.add_turns(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
 
     def pick(self):
@@ -144,7 +170,9 @@ class Random:
         for step in sorted(self.store.batches):
             if self.store.batches[step][0].state == "batched":
                 self.store.mark_trained(step)
-                self.store.ledger.train(StepReport(step, self.trained[step], {}))
+                self.store.ledger.train(
+                    StepReport(step=step, trained=self.trained[step], metrics={})
+                )
                 self.version = step + 1
                 return
 

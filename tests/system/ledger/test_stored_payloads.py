@@ -29,7 +29,18 @@ def made(seed: int, *, prompt: int = 0) -> bytes:
     zeros = np.zeros(size, "<f4").tobytes()
     versions = np.where(mask, 0, -1).astype("<i4").tobytes()
     raw = tokens.astype("<i4").tobytes()
-    return encode_segments([Segment(raw, mask.tobytes(), zeros, versions, zeros, 1.0)])
+    return encode_segments(
+        [
+            Segment(
+                tokens=raw,
+                loss_mask=mask.tobytes(),
+                logprobs=zeros,
+                versions=versions,
+                rewards=zeros,
+                temperature=1.0,
+            )
+        ]
+    )
 
 
 def store(ledger: Ledger, payloads: dict[str, bytes]) -> None:

@@ -12,7 +12,10 @@ from arealite.system.ledger.token_stats import TokenStats, read, write
 def stats(name: str, *values: float) -> TokenStats:
     half = np.array(values, "<f2")
     return TokenStats(
-        [f"{name}/0", f"{name}/1"], [1, len(values) - 1], half.tobytes(), (-half).tobytes()
+        trajectory_ids=[f"{name}/0", f"{name}/1"],
+        counts=[1, len(values) - 1],
+        advantages=half.tobytes(),
+        differences=(-half).tobytes(),
     )
 
 

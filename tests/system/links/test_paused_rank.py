@@ -34,7 +34,7 @@ class Answers:
 
 
 def connected(*answers: ToTrainer) -> TrainerLink:
-    link: Any = TrainerLink(lambda: None, rank=0, world_size=1)
+    link: Any = TrainerLink(resolve=lambda: None, rank=0, world_size=1)
     link._socket = Answers(*answers)
     return link
 
@@ -44,14 +44,17 @@ def test_late_read_still_returns_the_answer(monkeypatch: pytest.MonkeyPatch, hel
     """The answer must not be dropped with the connection: an ended datapipe sends no other."""
     held = chain([0.0], repeat(held_s))  # from the first clock read on
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(held), sleep=time.sleep)
-    link = connected(Done("Finish"))
+    link = connected(Done(request="Finish"))
     monkeypatch.setattr(trainer_link, "time", clock)
-    link.report(Finish("over"))
+    link.report(Finish(reason="over"))
 
 
 def test_duplicate_evaluation_answer_is_not_taken_for_the_next() -> None:
     """The datapipe answers twice if a request is resent while its answer is in transit."""
-    first, second = EvalResult(0, {"eval/reward": 0.5}), EvalResult(1, {"eval/reward": 1.0})
+    first, second = (
+        EvalResult(eval_id=0, metrics={"eval/reward": 0.5}),
+        EvalResult(eval_id=1, metrics={"eval/reward": 1.0}),
+    )
     link = connected(first, first, second)
     link.evaluate(0)
     link.evaluate(1)

@@ -15,7 +15,7 @@ from arealite.system.links.worker_link import WorkerLink
 from arealite.system.names.secret import Secret
 from tests.waiting import eventually
 
-OURS, THEIRS = Secret(b"a" * 32), Secret(b"b" * 32)
+OURS, THEIRS = Secret(key=b"a" * 32), Secret(key=b"b" * 32)
 
 
 def sockets(
@@ -79,7 +79,7 @@ def test_trainer_with_another_secret_logs_it_and_exits() -> None:
     router = wire.open_socket(context, zmq.ROUTER, OURS)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     link = TrainerLink(
-        lambda: f"tcp://127.0.0.1:{port}",
+        resolve=lambda: f"tcp://127.0.0.1:{port}",
         rank=0,
         world_size=1,
         silence_s=5.0,
@@ -98,7 +98,9 @@ async def test_worker_with_another_secret_logs_it() -> None:
     router = wire.open_socket(context, zmq.ROUTER, OURS)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     address = f"tcp://127.0.0.1:{port}"
-    link = WorkerLink(lambda: address, worker_id="w", capacity=1, context=context, secret=THEIRS)
+    link = WorkerLink(
+        resolve=lambda: address, worker_id="w", capacity=1, context=context, secret=THEIRS
+    )
     with capture_logs() as logs:
         running = asyncio.ensure_future(link.run())
         why = lambda: [line for line in logs if line.get("why") == wire.MISMATCH]  # noqa: E731

@@ -21,10 +21,10 @@ def no_other_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wait_for_a_batch_shows_the_last_detail_of_the_datapipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    link = TrainerLink(lambda: None, rank=1, world_size=2)
-    batch = Batch(3, [], [], [], [], {})
+    link = TrainerLink(resolve=lambda: None, rank=1, world_size=2)
+    batch = Batch(step=3, headers=[], ranks=[], minibatches=[], mine=[], waits={})
     answers: Iterator[Any] = iter(
-        [None, (Waiting("BatchRequest 3", "2 of 8 groups"), []), None, (batch, [])]
+        [None, (Waiting(request="BatchRequest 3", detail="2 of 8 groups"), []), None, (batch, [])]
     )
     seen: list[tuple[str, str, bool, str]] = []
 
@@ -41,15 +41,15 @@ def test_wait_for_a_batch_shows_the_last_detail_of_the_datapipe(
 
 
 def test_wait_ends_if_no_datapipe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = TrainerLink(lambda: None, rank=1, world_size=2, silence_s=0.4)
+    link = TrainerLink(resolve=lambda: None, rank=1, world_size=2, silence_s=0.4)
     with pytest.raises(
         RoleError, match=r"silent for \d+ s; trainer rank 1 waits for .*Published 3"
     ):
-        link.report(Published(3))
+        link.report(Published(version=3))
     assert not waits.table
 
 
 def test_datapipe_without_a_name_is_reported_with_the_folder_of_names() -> None:
-    link = TrainerLink(lambda: None, rank=1, world_size=2, silence_s=0.4)
+    link = TrainerLink(resolve=lambda: None, rank=1, world_size=2, silence_s=0.4)
     with pytest.raises(RoleError, match=r"no address in cluster\.name_root, .*has been silent"):
-        link.report(Published(3))
+        link.report(Published(version=3))

@@ -38,33 +38,58 @@ headers = st.builds(
     lambda group, member, reward: header(group, member, reward=reward),
     text, number, st.floats(allow_nan=False),
 )  # fmt: skip
-episodes = st.builds(Episode, text, text, number, st.lists(headers, max_size=2), st.none())
+episodes = st.builds(
+    Episode,
+    lease_id=text,
+    group_id=text,
+    member=number,
+    headers=st.lists(headers, max_size=2),
+    failure=st.none(),
+)
 
 to_datapipe = st.one_of(
-    st.builds(WorkerState, text, number, st.lists(text), numbers),
-    st.builds(Result, text, st.lists(episodes, max_size=3)),
-    st.builds(TrainerStart, number, number),
-    st.builds(BatchRequest, number, number, st.integers(1, 2**16)),
-    st.builds(StepReport, number, st.lists(text), numbers),
-    st.builds(Published, number),
-    st.builds(Checkpointed, number, text),
-    st.builds(EvalRequest, number),
-    st.builds(Finish, text),
+    st.builds(
+        WorkerState, worker_id=text, capacity=number, held=st.lists(text), split_metrics=numbers
+    ),
+    st.builds(Result, worker_id=text, episodes=st.lists(episodes, max_size=3)),
+    st.builds(TrainerStart, step=number, world_size=number),
+    st.builds(BatchRequest, step=number, rank=number, world_size=st.integers(1, 2**16)),
+    st.builds(StepReport, step=number, trained=st.lists(text), metrics=numbers),
+    st.builds(Published, version=number),
+    st.builds(Checkpointed, step=number, path=text),
+    st.builds(EvalRequest, eval_id=number),
+    st.builds(Finish, reason=text),
 )
 indices = st.lists(number, max_size=3)
 to_trainer = st.one_of(
-    st.builds(TrainerReady, number, number),
-    st.builds(Batch, number, st.lists(headers, max_size=3), indices, indices, indices, numbers),
-    st.builds(Finished, text),
-    st.builds(EvalResult, number, numbers),
-    st.builds(Waiting, text, text),
-    st.builds(Done, text),
-    st.builds(Refused, text, text),
+    st.builds(TrainerReady, step=number, rolled_back_groups=number),
+    st.builds(
+        Batch,
+        step=number,
+        headers=st.lists(headers, max_size=3),
+        ranks=indices,
+        minibatches=indices,
+        mine=indices,
+        waits=numbers,
+    ),
+    st.builds(Finished, reason=text),
+    st.builds(EvalResult, eval_id=number, metrics=numbers),
+    st.builds(Waiting, request=text, detail=text),
+    st.builds(Done, request=text),
+    st.builds(Refused, request=text, reason=text),
 )
 to_worker = st.one_of(
-    st.builds(Lease, text, text, text, st.just(tasks(1)[0]), st.lists(number), number),
-    st.builds(Ack, number),
-    st.builds(Drain, text),
+    st.builds(
+        Lease,
+        lease_id=text,
+        group_id=text,
+        split=text,
+        task=st.just(tasks(1)[0]),
+        members=st.lists(number),
+        version=number,
+    ),
+    st.builds(Ack, checksum=number),
+    st.builds(Drain, reason=text),
 )
 
 
@@ -85,15 +110,35 @@ def test_messages_to_a_worker_survive_a_round_trip(message: ToWorker) -> None:
 
 def test_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
-        wire.decode_to_worker(wire.encode(Published(3)))
+        wire.decode_to_worker(wire.encode(Published(version=3)))
 
 
 @pytest.mark.parametrize("value", [-1, 2**40 + 1, 2**63, 2**64 - 1])
 def test_number_that_the_ledger_cannot_store_is_refused(value: int) -> None:
     low = header("g0", 0)
-    result = Result("w", [Episode("l", "g0", 0, [msgspec.structs.replace(low, turns=value)], None)])
-    states = [WorkerState("w", value, [], {}, ""), EvalRequest(value), Checkpointed(value, "/x")]
-    for message in (result, *states, TrainerStart(0, 1, value), BatchRequest(0, 0, value)):
+    result = Result(
+        worker_id="w",
+        episodes=[
+            Episode(
+                lease_id="l",
+                group_id="g0",
+                member=0,
+                headers=[msgspec.structs.replace(low, turns=value)],
+                failure=None,
+            )
+        ],
+    )
+    states = [
+        WorkerState(worker_id="w", capacity=value, held=[], split_metrics={}, process=""),
+        EvalRequest(eval_id=value),
+        Checkpointed(step=value, path="/x"),
+    ]
+    for message in (
+        result,
+        *states,
+        TrainerStart(step=0, world_size=1, ticket=value),
+        BatchRequest(step=0, rank=0, world_size=value),
+    ):
         with pytest.raises(msgspec.ValidationError):
             wire.decode_to_datapipe(wire.encode(message))
 
@@ -101,13 +146,19 @@ def test_number_that_the_ledger_cannot_store_is_refused(value: int) -> None:
 @pytest.mark.parametrize("size", [0, 2**16 + 1])
 def test_impossible_world_size_is_refused(size: int) -> None:
     with pytest.raises(msgspec.ValidationError):
-        wire.decode_to_datapipe(wire.encode(BatchRequest(0, 0, size)))
+        wire.decode_to_datapipe(wire.encode(BatchRequest(step=0, rank=0, world_size=size)))
 
 
 def test_request_names_are_distinct() -> None:
-    requests = [Published(3), StepReport(3, [], {}), EvalRequest(3), Finish("x"), Published(4)]
+    requests = [
+        Published(version=3),
+        StepReport(step=3, trained=[], metrics={}),
+        EvalRequest(eval_id=3),
+        Finish(reason="x"),
+        Published(version=4),
+    ]
     assert len({wire.request_name(request) for request in requests}) == 5
-    assert wire.request_name(Checkpointed(7, "/x")) == "Checkpointed 7"
+    assert wire.request_name(Checkpointed(step=7, path="/x")) == "Checkpointed 7"
 
 
 async def test_channel_delivers_bursts_in_both_directions() -> None:

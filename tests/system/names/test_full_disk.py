@@ -15,7 +15,7 @@ from arealite.system.names.registry import NameRegistry
 def test_failed_write_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = NameRegistry(tmp_path, ttl_s=600.0)
+    names = NameRegistry(root=tmp_path, ttl_s=600.0)
     names.put("llm_server", "a", {"version": "1"})
 
     def full(*_: object) -> None:

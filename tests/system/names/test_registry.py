@@ -22,7 +22,7 @@ TTL_S = 600.0
 
 @pytest.fixture
 def names(tmp_path: Path) -> NameRegistry:
-    return NameRegistry(tmp_path, ttl_s=TTL_S)
+    return NameRegistry(root=tmp_path, ttl_s=TTL_S)
 
 
 def test_put_list_remove(names: NameRegistry, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_wrong_clock_of_a_reader_changes_no_ages(
 def test_wrong_clock_of_a_writer_changes_no_ages_after_the_second_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
-    names, clock, begin = NameRegistry(tmp_path, ttl_s=5.0), [1000.0], time.time()
+    names, clock, begin = NameRegistry(root=tmp_path, ttl_s=5.0), [1000.0], time.time()
     monkeypatch.setattr(name_registry.time, "monotonic", lambda: clock[0])
 
     def beat(at: float) -> None:
@@ -113,7 +113,7 @@ def test_half_written_and_foreign_files_are_skipped(names: NameRegistry, tmp_pat
 def test_error_of_an_unwritable_root_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cluster\.name_root"):
-        NameRegistry(tmp_path / "file").put("rollout", "0", {})
+        NameRegistry(root=tmp_path / "file").put("rollout", "0", {})
 
 
 async def test_registered_renews_the_value_and_removes_the_name(names: NameRegistry) -> None:
@@ -200,7 +200,7 @@ async def test_wait_returns_when_enough_names_exist(names: NameRegistry) -> None
 
 async def test_error_of_wait_names_the_missing_role(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"trainer waited .* for 1 live 'datapipe'"):
-        await NameRegistry(tmp_path).wait("datapipe", seconds=0.05, owner="trainer")
+        await NameRegistry(root=tmp_path).wait("datapipe", seconds=0.05, owner="trainer")
 
 
 def test_address_is_that_of_the_first_live_name(names: NameRegistry):

@@ -85,7 +85,7 @@ class GyLLMEnv(LibraryEnv):
                     complaint = Observation(str(error))
                     requests = []
                     for seat, actor in actors.items():
-                        request = Request(actor, complaint, needs_action=True)
+                        request = Request(actor=actor, observation=complaint, needs_action=True)
                         requests.append(request)
                         agents[seat].reward(config.illegal_reward, illegal=1.0)
                 has_last_answer = any(answer.is_last for answer in answers.values())

@@ -25,7 +25,7 @@ ECHO = {"message": "{text}"}
 """Default action: the form of OpenEnv's echo environment."""
 
 
-class OpenEnvReply(msgspec.Struct):
+class OpenEnvReply(msgspec.Struct, kw_only=True):
     """The data of an observation message."""
 
     observation: Any

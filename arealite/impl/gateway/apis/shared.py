@@ -286,7 +286,7 @@ def sse(fields: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), line)
 
 
-class Block(msgspec.Struct):
+class Block(msgspec.Struct, kw_only=True):
     """One thought, text or call of an answer."""
 
     kind: str
@@ -305,11 +305,11 @@ def blocks_of(answer: Answer) -> list[Block]:
     """Return the blocks of a whole answer. One without calls has a text, which may be empty."""
     blocks = list[Block]()
     if answer.thought:
-        blocks.append(Block("thought", parts=[answer.thought]))
+        blocks.append(Block(kind="thought", parts=[answer.thought]))
     if answer.text or not answer.calls:
-        blocks.append(Block("text", parts=[answer.text]))
+        blocks.append(Block(kind="text", parts=[answer.text]))
     for call in answer.calls:
-        block = Block("call", call=call, parts=[call.arguments])
+        block = Block(kind="call", call=call, parts=[call.arguments])
         blocks.append(block)
     for index, block in enumerate(blocks):
         block.index = index
@@ -318,12 +318,12 @@ def blocks_of(answer: Answer) -> list[Block]:
 
 async def steps(deltas: Deltas) -> AsyncIterator[tuple[str, Block, Delta]]:
     """Yield the steps of an answer: "added", "delta" and "done" of each block, and the "end"."""
-    block = Block("")
+    block = Block(kind="")
     async for delta in deltas:
         is_next_block = delta.call is not None or delta.kind != block.kind
         if block.kind and is_next_block:
             yield "done", block, delta
-            block = Block("", block.index + 1)
+            block = Block(kind="", index=block.index + 1)
         if delta.answer:
             yield "end", block, delta
             return

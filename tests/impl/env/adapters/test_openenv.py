@@ -43,7 +43,14 @@ async def playing(*addresses: str, **options: Any) -> Any:
 
 
 async def play(collector: Collector, prompt: Any = "play.", **extra: Any) -> Any:
-    work = Lease("l", "g", "train", Task("train-0", prompt, None, extra), [0], 0)
+    work = Lease(
+        lease_id="l",
+        group_id="g",
+        split="train",
+        task=Task(task_id="train-0", prompt=prompt, ground_truth=None, extra_info=extra),
+        members=[0],
+        version=0,
+    )
     return (await collector.run(work, 0))[0]
 
 
@@ -190,7 +197,12 @@ def test_observations_become_text_and_text_becomes_an_action() -> None:
     assert chosen.action("7") == {"n": 7, "say": "I: 7", "k": 1}
     assert chosen.action("up")["n"] == "up"
     assert env(action="{json}").action('{"a": 1}') == {"a": 1}
-    messages = plain.first(Task("t", [{"role": "user", "content": "q"}], None, {}), {"text": "a"})
+    messages = plain.first(
+        Task(
+            task_id="t", prompt=[{"role": "user", "content": "q"}], ground_truth=None, extra_info={}
+        ),
+        {"text": "a"},
+    )
     assert messages == [{"role": "user", "content": "q"}, {"role": "user", "content": "a"}]
 
 

@@ -19,7 +19,12 @@ pytest.importorskip("reasoning_gym", reason="needs the extra envs", exc_type=Imp
 def rows(count: int = 1, *, split: str = "train", **options: Any) -> list[Task]:
     made = first_rows(make("reasoning_gym", **options), count, split=split)
     return [
-        Task(f"{split}-{n}", row["prompt"], row["ground_truth"], row["extra_info"])
+        Task(
+            task_id=f"{split}-{n}",
+            prompt=row["prompt"],
+            ground_truth=row["ground_truth"],
+            extra_info=row["extra_info"],
+        )
         for n, row in enumerate(made)
     ]
 
@@ -122,4 +127,7 @@ def test_programs_and_huge_numbers_are_not_scored(dataset: str, text: str, score
 
 async def test_row_of_a_file_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"needs rows with extra_info\.seed"):
-        await score("<answer>1</answer>", Task("train-0", "1+1", "2", {}))
+        await score(
+            "<answer>1</answer>",
+            Task(task_id="train-0", prompt="1+1", ground_truth="2", extra_info={}),
+        )

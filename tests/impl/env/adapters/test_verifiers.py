@@ -122,14 +122,16 @@ def agents(env: Env, number: int = 0, client: ScriptedClient | None = None) -> d
             None,
             client=client,
             tokenizer=tokenizer(),
-            seat=Seat(name, episode_id=f"e{number}", sampling=sampling),
+            seat=Seat(name=name, episode_id=f"e{number}", sampling=sampling),
         )
         for name in env.seats
     }
 
 
 def task_of(row: dict[str, Any]) -> Task:
-    return Task("train-0", row["prompt"], None, row["extra_info"])
+    return Task(
+        task_id="train-0", prompt=row["prompt"], ground_truth=None, extra_info=row["extra_info"]
+    )
 
 
 async def test_weighted_rewards_are_parts_of_the_reward(env: Env) -> None:

@@ -29,7 +29,7 @@ class Player(Agent):
     async def act(self, observation: Any) -> Action:
         """Answer, and record a turn of one token."""
         self.seen.append(observe(observation))
-        self.record.turns.append(Turn(response([2]), 1.0))
+        self.record.turns.append(Turn(response=response([2]), temperature=1.0))
         text = self._solve(self.seen[-1]) if self._answers is None else next(self._answers)
         return Action(text)
 
@@ -59,4 +59,4 @@ def first_rows(env: Env, count: int, *, split: str = "train", seed: int = 1) -> 
 
 def task(prompt: Any = "play", **extra: Any) -> Task:
     """Return a task with this `extra_info`."""
-    return Task("train-0", prompt, None, extra)
+    return Task(task_id="train-0", prompt=prompt, ground_truth=None, extra_info=extra)

@@ -59,7 +59,7 @@ async def env():
 @pytest.mark.parametrize(("truth", "score"), [("3", 1.0), ("4", 0.0)])
 async def test_answer_is_scored_truncated_or_not(env, truth, score, stop_reason) -> None:
     seat = agent(stop_reason)
-    await env.run(Task("t", "1+1=", truth, {}), agent=seat)
+    await env.run(Task(task_id="t", prompt="1+1=", ground_truth=truth, extra_info={}), agent=seat)
     assert [turn.reward for turn in seat.record.turns] == [score]
     assert seat.record.seconds_scoring > 0
 
@@ -67,19 +67,23 @@ async def test_answer_is_scored_truncated_or_not(env, truth, score, stop_reason)
 async def test_task_without_ground_truth_fails_before_generating(env) -> None:
     seat = agent()
     with pytest.raises(EpisodeError, match="ground_truth"):
-        await env.run(Task("t-3", "1+1=", None, {}), agent=seat)
+        await env.run(
+            Task(task_id="t-3", prompt="1+1=", ground_truth=None, extra_info={}), agent=seat
+        )
     assert not seat.client.requests
 
 
 async def test_check_that_times_out_gives_no_reward(env) -> None:
     seat = agent()
     with pytest.raises(RewardTimeout):
-        await env.run(Task("t", "1+1=", "slow", {}), agent=seat)
+        await env.run(
+            Task(task_id="t", prompt="1+1=", ground_truth="slow", extra_info={}), agent=seat
+        )
     assert [turn.reward for turn in seat.record.turns] == [0.0]
 
 
 async def test_parts_of_a_score_are_parts_of_the_reward(env) -> None:
     seat = agent()
-    await env.run(Task("t", "1+1=", "parts", {}), agent=seat)
+    await env.run(Task(task_id="t", prompt="1+1=", ground_truth="parts", extra_info={}), agent=seat)
     assert seat.record.turns[0].reward == 0.5
     assert seat.record.reward_parts == {"unchecked": 1.0}

@@ -62,7 +62,15 @@ async def play(env, name: str, *answers: str | Callable[[Observation], str], see
         return each if isinstance(each, str) else each(observation)
 
     player: Any = Player(answer)
-    await env.run(Task("train-0", name, None, {"task": name, "seed": seed}), agent=player)
+    await env.run(
+        Task(
+            task_id="train-0",
+            prompt=name,
+            ground_truth=None,
+            extra_info={"task": name, "seed": seed},
+        ),
+        agent=player,
+    )
     return player
 
 

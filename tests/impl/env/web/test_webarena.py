@@ -135,7 +135,10 @@ class Player:
 async def play(env: WebArenaEnv, number: int, *answers: str, **more: Any) -> Player:
     (about,) = [each for each in load_tasks(env.config) if each["task_id"] == number]
     player: Any = Player(*answers)
-    await env.run(Task("t", about["intent"], None, {"task": about}), **{"agent": player, **more})
+    await env.run(
+        Task(task_id="t", prompt=about["intent"], ground_truth=None, extra_info={"task": about}),
+        **{"agent": player, **more},
+    )
     return player
 
 
@@ -176,7 +179,10 @@ class TestInBrowser:
         assert player.got[-1][0] == 1.0
         about = {**TASKS[4], "start_url": world.config.sites["shopping"] + "me"}
         stranger: Any = Player("stop")
-        await world.run(Task("t", "?", None, {"task": about}), agent=stranger)
+        await world.run(
+            Task(task_id="t", prompt="?", ground_truth=None, extra_info={"task": about}),
+            agent=stranger,
+        )
         assert 'h1 "Hello nobody"' in stranger.seen[0]
 
     async def test_judge_decides_if_configured(self, world) -> None:
@@ -200,9 +206,14 @@ class TestInBrowser:
         call = {"url": "func:x()", "locator": "", "required_contents": {}}
         about = task(9, "?", program_html=[call])
         with pytest.raises(UnsupportedCheck, match="func:x"):
-            await world.run(Task("t", "?", None, {"task": about}), agent=Player())
+            await world.run(
+                Task(task_id="t", prompt="?", ground_truth=None, extra_info={"task": about}),
+                agent=Player(),
+            )
         with pytest.raises(EpisodeError, match="no WebArena task"):
-            await world.run(Task("t", "?", None, {}), agent=Player())
+            await world.run(
+                Task(task_id="t", prompt="?", ground_truth=None, extra_info={}), agent=Player()
+            )
 
 
 def config(tmp_path: Path, tasks: Any, **more: Any) -> WebArenaConfig:
