@@ -180,7 +180,10 @@ def _end_after_close(family: Family, answer: str, json_end: int) -> int:
 
 
 def _calls_in_json(family: Family, body: str, raw: str, at: int) -> list[Call]:
-    """Return the calls of an object or a list, with their names inside."""
+    """Return the calls of an object or a list, with their names inside.
+
+    The first has the whole text, each other its own name and arguments.
+    """
     objects_json = body if body[0] == "[" else f"[{body}]"
     rule = 'a call must be an object with a "name"'
     calls = list[Call]()
@@ -190,10 +193,9 @@ def _calls_in_json(family: Family, body: str, raw: str, at: int) -> list[Call]:
             id=str(fields.id),
             name=fields.name,
             arguments=arguments,
-            raw=raw,
+            raw=f", {fields.name}{arguments}" if calls else raw,
         )
         calls.append(call)
-        raw = f", {fields.name}{arguments}"
     return calls
 
 

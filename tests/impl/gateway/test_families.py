@@ -10,7 +10,14 @@ import pytest
 
 from arealite.api.observation import ToolCall
 from arealite.base.errors import UserError
-from arealite.impl.gateway.families import FAMILIES, HERMES, Family, family_of, foreign
+from arealite.impl.gateway.families import (
+    FAMILIES,
+    HERMES,
+    Family,
+    family_of,
+    foreign,
+    read_json,
+)
 from arealite.impl.gateway.parser import read_calls
 from tests.fakes.chat_families import FAMILIES as CHATS
 
@@ -152,6 +159,14 @@ def test_newer_templates_of_a_family_have_other_openings() -> None:
     text = family.opening("add") + '{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     assert read(text, family) == ("", [made("add", {"a": 1})])
     assert "function" not in text
+
+
+def test_each_call_of_a_list_has_its_own_text() -> None:
+    find = '{"name": "find", "arguments": {}}'
+    answer = f"Both. [TOOL_CALLS] [{ADD}, {find}]"
+    at = answer.index("[TOOL_CALLS]")
+    part = read_json(FAMILIES["mistral"], answer, at, ())
+    assert [call.raw for call in part.calls] == [answer[at:], ", find{}"]
 
 
 def test_unknown_family_is_refused() -> None:
