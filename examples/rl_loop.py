@@ -41,7 +41,7 @@ from arealite.impl.server.generation import Generation, SamplingParams  # noqa: 
 from arealite.impl.server.weights import load_model  # noqa: E402
 
 SEED = 1
-STEPS, GROUPS, GROUP_SIZE, UPDATES = 60, 64, 8, 2
+STEPS, GROUPS, GROUP_SIZE, UPDATES = 80, 64, 8, 2
 """Number of batches; tasks per batch; answers per task; optimizer steps per batch."""
 MAX_NEW_TOKENS = 8
 
