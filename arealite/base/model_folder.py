@@ -197,7 +197,8 @@ def _check_files(folder: Path, option: str) -> None:
                 "Use a folder that save_pretrained wrote or that you downloaded."
             )
     index = "model.safetensors.index.json"
-    has_single_file = (folder / "model.safetensors").exists()
+    single_file = folder / "model.safetensors"
+    has_single_file = single_file.exists() or single_file.is_symlink()  # its target may be missing
     if not has_single_file and not read_json(folder, index).get("weight_map"):
         raise UserError(
             f"{option} has neither model.safetensors nor a {index} with a weight_map. "

@@ -31,7 +31,7 @@ def check_folder(folder: Path, purpose: str, key: str) -> int:
         UserError: The folder is not writable, or its disk is full.
     """
     try:
-        existing = folder
+        existing = folder.absolute()
         while not existing.is_symlink() and not existing.exists():
             existing = existing.parent
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:

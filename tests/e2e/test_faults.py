@@ -48,8 +48,14 @@ class Live:
         return max((int(line["step"]) for line in whole), default=0)
 
     def role(self, name: str) -> psutil.Process:
-        until(lambda: name in self.place.roles(), what=f"{name} to be there", seconds=SLOW_S)
-        return self.place.roles()[name]
+        seen = dict[str, psutil.Process]()  # a role can end between two looks
+
+        def is_there() -> bool:
+            seen.update(self.place.roles())
+            return name in seen
+
+        until(is_there, what=f"{name} to be there", seconds=SLOW_S)
+        return seen[name]
 
     def named(self, *words: str, since: int) -> None:
         """Wait until one new line on the terminal holds all words."""

@@ -153,10 +153,12 @@ class ServersPublisher(WeightPublisher):
                 )
             num_bytes += tensor.nbytes
             yield name, tensor
+        # A folder that cannot be read is a RoleError: a restarted trainer may read it.
+        expected_shapes = self.shapes or read_shapes(self.model_path)
         try:
             check_shapes(
                 shapes,
-                self.shapes or read_shapes(self.model_path),
+                expected_shapes,
                 owner="the version before" if self.shapes else self.model_path,
                 unused=self.unused,
             )

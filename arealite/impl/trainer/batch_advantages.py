@@ -165,8 +165,7 @@ def _normalized(
     local_sums = [float(advantages_N.sum()) for advantages_N in by_token]
     mean = mean_over_tokens(local_sums)
     centred = [advantages_N - mean for advantages_N in by_token]
-    squares = [np.square(centred_N) for centred_N in centred]
-    variance = mean_over_tokens([float(squares_N.sum()) for squares_N in squares])
+    variance = mean_over_tokens([float(np.square(centred_N).sum()) for centred_N in centred])
     scale = math.sqrt(variance) + eps or 1.0
     pairs = zip(batch.local, centred, strict=True)
     return [centred_N / scale if trajectory.is_scored else 0.0 for trajectory, centred_N in pairs]

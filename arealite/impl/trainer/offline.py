@@ -263,8 +263,8 @@ def as_loss_input(
 ) -> LossInput:
     """Return rows and their outputs of `TrainEngine.forward` as input of a loss function."""
     rows_with_outputs = list[Sequence]()
-    for index, row in enumerate(rows):
-        outputs_of_row = {name: arrays[index] for name, arrays in outputs.items()}
+    for row, *arrays in zip(rows, *outputs.values(), strict=True):
+        outputs_of_row = dict(zip(outputs, arrays, strict=True))
         fields = row.fields | outputs_of_row
         rows_with_outputs.append(replace(row, fields=fields))
     batch = collate(rows_with_outputs, CPU)
