@@ -41,8 +41,10 @@ def place(turn: Turn, ids: list[int], turns: Sequence[Turn], extends: LLMRespons
 
 def _prompt_json(parent: Turn, ids: list[int], added_ids: list[int]) -> bytes:
     """Return a prompt in JSON; if possible, by continuing the JSON of the parent's prompt."""
+    if not parent.json:
+        return encode(ids)
     ids_after_parent = parent.response.output_ids + added_ids
-    if not parent.json or not ids_after_parent:
+    if not ids_after_parent:
         return encode(ids)
     without_bracket = memoryview(parent.json)[:-1]
     return b",".join((without_bracket, encode(ids_after_parent)[1:]))

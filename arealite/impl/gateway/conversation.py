@@ -74,7 +74,7 @@ class Conversation:
         """False: an incremental rendering differed from that of the whole conversation, and whole
         renderings are used since."""
         self._roots: dict[bytes, Node] = {}
-        """By the JSON of the tools."""
+        """The root of the tree for each set of tools; a key is the JSON of the tools."""
         self._samples: dict[str, Sample] = {}
         """By id of the answer."""
         self._completions = Completions(renderer)

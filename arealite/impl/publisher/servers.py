@@ -69,7 +69,7 @@ class ServersPublisher(WeightPublisher):
         self.num_bytes = 0
         self.stage_s = 0.0
         self._servers: dict[tuple[str, object], ServerControl] = {}
-        """By (address, process id)."""
+        """The control of each server process; a key is (address, process id)."""
         self._stop = asyncio.Event()
         self._closed = False
         self._closing = threading.Lock()

@@ -61,7 +61,7 @@ class PendingCall:
 
     number: int
     function_name: str
-    """Such as "reward function module:name", for errors."""
+    """The name of the function in errors, as in "reward function module:name"."""
     message: bytes
     answer: asyncio.Future[Answer]
     process: "FunctionProcess | None" = None

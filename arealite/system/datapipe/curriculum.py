@@ -43,9 +43,9 @@ class Curriculum:
         self.seed = seed
         self.shuffle = shuffle
         self.class_of = [str(task.extra_info.get(options.by, "")) for task in train]
-        """By row: its class."""
+        """The class of each row."""
         self.rows: dict[str, list[int]] = {}
-        """By class: its rows."""
+        """The rows of each class."""
         for row, name in enumerate(self.class_of):
             self.rows.setdefault(name, []).append(row)
         if options.by and len(self.rows) < 2:

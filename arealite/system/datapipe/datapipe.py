@@ -203,17 +203,16 @@ class Datapipe:
         """Return a context in which the datapipe has a name in the registry."""
         if self.registry is None:
             return nullcontext()
-        return self.registry.registered("datapipe", "0", self._registry_entry)
-
-    def _registry_entry(self) -> dict[str, object]:
-        entry: dict[str, object] = {
+        identity: dict[str, object] = {
             "address": self.address,
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        if self.scaling:
-            entry |= self.scaling.desired_workers()
-        return entry
+
+        def entry() -> dict[str, object]:
+            return identity | self.scaling.desired_workers() if self.scaling else identity
+
+        return self.registry.registered("datapipe", "0", entry)
 
     def _restore(self) -> None:
         """Assign leases from before a restart to their workers, which may still run them."""

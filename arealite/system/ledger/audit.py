@@ -32,7 +32,7 @@ SHOWN = 5
 PROGRESS_EVERY = 64
 """Number of trajectories between two calls of the progress callback."""
 COVERED_NAMES = {table: columns.split(", ") for table, columns in schema.COVERED.items()}
-"""By table: the names of the columns in the checksum of a row."""
+"""`schema.COVERED` as lists of names."""
 HEADER_COLUMNS = [name for name in COVERED_NAMES["trajectories"] if name != "header"]
 """Columns of a trajectory that repeat fields of its header, in the order of `columns`."""
 OnRow = Callable[[int, int], None]

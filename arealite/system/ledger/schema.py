@@ -23,7 +23,7 @@ COVERED = {
     "steps": "step, trained, metrics, ranks, fingerprint",
     "failures": "group_id, member, lease_id, class, detail",
 }
-"""By table: the columns in the checksum of a row."""
+"""The columns of each table that the checksum of a row covers."""
 CHECKSUM_MASK = (1 << 62) - 1
 """Mask of a checksum: the sum of two checksums fits an SQLite integer."""
 DROP_PAYLOADS = """

@@ -44,7 +44,7 @@ SHAPES: dict[str, Shape] = {
         from_plain=lambda bounds: range(*bounds),
     ),
 }
-"""By the name of the type in the encoding."""
+"""The shape of each type, under the name that the encoding has for the type."""
 
 
 def encode(value: Any, keep: Callable[[object], object]) -> object:
