@@ -53,7 +53,7 @@ help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make demo-real    download SmolLM2, teach it to sort names, and measure it before and after, 15 minutes (SEED=1)"
 	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang),"
-	@echo "                  or SmolLM2 in one of arealite/impl/demo/lessons: alphabet_sort, answer_form, gsm_symbolic, sums, tool_call"
+	@echo "                  or SmolLM2 in one of arealite/ext/demo/lessons: alphabet_sort, answer_form, gsm_symbolic, sums, tool_call"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for demo, check, and the tests of .ci/run"
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"
@@ -96,7 +96,7 @@ sglang:
 demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
 	$(STEALING) $(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
-# Train a tiny model in one of tools/lessons, or a pretrained one in one of arealite/impl/demo/lessons.
+# Train a tiny model in one of tools/lessons, or a pretrained one in one of arealite/ext/demo/lessons.
 learn: $(VENV)/.gguf $(if $(filter sglang,$(BACKEND)),sglang)
 	$(PY) tools/learn.py $(LESSON) --seed $(SEED) --backend $(BACKEND)
 
@@ -164,7 +164,7 @@ $(VERIFIERS_VENV)/.dev: $(VENV)/.dev
 	@touch $@
 
 test-verifiers: $(VERIFIERS_VENV)/.dev
-	$(VERIFIERS_VENV)/bin/python -m pytest tests/impl/env/adapters/test_verifiers.py
+	$(VERIFIERS_VENV)/bin/python -m pytest tests/ext/adapters/test_verifiers.py
 
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done

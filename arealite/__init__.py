@@ -9,10 +9,10 @@ import importlib
 __version__ = "0.2.0"
 
 _MODULES = {
-    "python.functions": "train evaluate collect serve",
-    "python.run": "Run",
-    "impl.env.requests.play": "make make_vec",
-    "impl.env.requests.wrappers": "wrap Record ScaleReward TimeLimit TransformObservation",
+    "ext.notebook.functions": "train evaluate collect serve",
+    "ext.notebook.run": "Run",
+    "ext.wrappers.play": "make make_vec",
+    "ext.wrappers.wrappers": "wrap Record ScaleReward TimeLimit TransformObservation",
     "api.observation": "Request",
     "api.env": "Env StepEnv StepResult envs",
     "api.agent": "Agent agents",

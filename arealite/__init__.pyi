@@ -16,17 +16,17 @@ from arealite.api.tool import Tool as Tool
 from arealite.api.tool import tools as tools
 from arealite.api.trainer import Trainer as Trainer
 from arealite.base.errors import UserError as UserError
-from arealite.impl.env.requests.play import make as make
-from arealite.impl.env.requests.play import make_vec as make_vec
-from arealite.impl.env.requests.wrappers import Record as Record
-from arealite.impl.env.requests.wrappers import ScaleReward as ScaleReward
-from arealite.impl.env.requests.wrappers import TimeLimit as TimeLimit
-from arealite.impl.env.requests.wrappers import TransformObservation as TransformObservation
-from arealite.impl.env.requests.wrappers import wrap as wrap
-from arealite.python.functions import collect as collect
-from arealite.python.functions import evaluate as evaluate
-from arealite.python.functions import serve as serve
-from arealite.python.functions import train as train
-from arealite.python.run import Run as Run
+from arealite.ext.notebook.functions import collect as collect
+from arealite.ext.notebook.functions import evaluate as evaluate
+from arealite.ext.notebook.functions import serve as serve
+from arealite.ext.notebook.functions import train as train
+from arealite.ext.notebook.run import Run as Run
+from arealite.ext.wrappers.play import make as make
+from arealite.ext.wrappers.play import make_vec as make_vec
+from arealite.ext.wrappers.wrappers import Record as Record
+from arealite.ext.wrappers.wrappers import ScaleReward as ScaleReward
+from arealite.ext.wrappers.wrappers import TimeLimit as TimeLimit
+from arealite.ext.wrappers.wrappers import TransformObservation as TransformObservation
+from arealite.ext.wrappers.wrappers import wrap as wrap
 
 __version__: str

@@ -47,7 +47,7 @@ def complete(options: Sequence[str], laptop: Laptop) -> list[str]:
 
 def sorting() -> list[str]:
     """Make the demo's model and data (six digits to sort); return options for a laptop."""
-    from arealite.impl.demo.sorting import make_kit
+    from arealite.ext.demo.sorting import make_kit
 
     kit = make_kit(tiny("sorting", "tools/demo_task.py"), seed=1)
     return [

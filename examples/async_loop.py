@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import rl_loop
 from rl_loop import FSDPEngine, Generation, Sample, Sampler
 
-from arealite.impl.server.engine import Engine
+from arealite.ext.embedded.decode_loop import Engine
 
 AHEAD = 2
 """Batches that are sampled while one is trained; also the maximum age of a token, in versions."""

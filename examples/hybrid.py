@@ -53,7 +53,7 @@ def hybrid(words: list[str]) -> int:
     KITS.mkdir(parents=True, exist_ok=True)
     good = KITS / "good.parquet"
     server = "launcher.llm_servers=1"
-    code = main.run("arealite.cli.collect", [*shared, *chosen, f"out={good}", server])
+    code = main.run("arealite.ext.evaluation.collect", [*shared, *chosen, f"out={good}", server])
     sft = ["--config", str(ROOT / "config/sft.yaml"), f"dataset.train={good}", "dataset.eval=null"]
     ppo = ["--then", str(ROOT / "config/async_ppo.yaml"), tasks, held_out]
     return code or main.run("arealite.cli.train", [*shared, *sft, *ppo])

@@ -33,12 +33,12 @@ from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
 from arealite.api.episode import Record  # noqa: E402
 from arealite.api.llm import LLMResponse, SamplingConfig  # noqa: E402
 from arealite.api.trajectory import Segment  # noqa: E402
-from arealite.impl.demo.sorting import answer, draw, held_out, make_kit, question  # noqa: E402
+from arealite.ext.demo.sorting import answer, draw, held_out, make_kit, question  # noqa: E402
+from arealite.ext.embedded.decoder import Decoder  # noqa: E402
+from arealite.ext.embedded.generation import Generation, SamplingParams  # noqa: E402
+from arealite.ext.embedded.weight_loading import load_model  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
 from arealite.impl.rollout.collector import make_segments  # noqa: E402
-from arealite.impl.server.decoder import Decoder  # noqa: E402
-from arealite.impl.server.generation import Generation, SamplingParams  # noqa: E402
-from arealite.impl.server.weights import load_model  # noqa: E402
 
 SEED = 1
 STEPS, GROUPS, GROUP_SIZE, UPDATES = 80, 64, 8, 2

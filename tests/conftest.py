@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from structlog.dev import ConsoleRenderer, plain_traceback
 
 from arealite.base import registry
-from arealite.impl.launcher import warm_modules
+from arealite.ext.warm_start import modules
 from tests import forks
 from tests.sglang.shared import SharedServer, shared_server
 from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
@@ -100,7 +100,7 @@ def imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def warm_parents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no command that a test calls in this process import torch in a process of its own."""
-    monkeypatch.setattr(warm_modules, "early", lambda config: nullcontext())
+    monkeypatch.setattr(modules, "early", lambda config: nullcontext())
 
 
 @pytest.fixture(scope="session")

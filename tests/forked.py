@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from arealite.impl.launcher import warm_parent
+from arealite.ext.warm_start import parent
 from tests import forks
 
 STARTERS = "eval", "collect", "replay"
 """Commands that start others, without a warm parent."""
 PYTHONPATH = "PYTHONPATH"
-_run_command = warm_parent._run_command
+_run_command = parent._run_command
 _imports_pythonpath = os.environ.get(PYTHONPATH, "")
 
 
@@ -41,4 +41,4 @@ def split_paths(pythonpath: str) -> list[str]:
     return [os.path.abspath(path) for path in pythonpath.split(os.pathsep)] if pythonpath else []
 
 
-warm_parent._run_command = run_command
+parent._run_command = run_command

@@ -1,7 +1,7 @@
 """Start the commands of tests by forking a process that has already imported AReaLite.
 
 `install` makes every `subprocess.Popen` of this process, also that of asyncio, start commands of
-AReaLite from a warm parent (arealite/impl/launcher/warm_parent.py), one for each process of pytest.
+AReaLite from a warm parent (arealite/ext/warm_start/parent.py), one for each process of pytest.
 A start then costs milliseconds instead of ten CPU seconds of imports. The child is a child of this
 process, with its own session, environment, files and command line, as after exec.
 
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arealite.impl.launcher import warm_parent, warm_starts
+from arealite.ext.warm_start import parent, starts
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "train.py", ROOT / "arealite/launch_llm_server.py", *ROOT.glob("examples/*.py")
@@ -34,13 +34,13 @@ IMPORTS = (
     "arealite.cli.preflight",
     "arealite.cli.role",
     "arealite.cli.serve_llm",
-    "arealite.impl.launcher.warm_caches",
+    "arealite.ext.warm_start.caches",
     "arealite.impl.launcher.local",
     "arealite.system.datapipe.datapipe",
     "arealite.impl.rollout.worker",
-    "arealite.impl.server.embedded",
+    "arealite.ext.embedded.embedded_server",
     "arealite.impl.trainer.ppo",
-    "arealite.impl.trainer.supervised",
+    "arealite.ext.offline.supervised",
     "arealite.impl.engine.fsdp",
     "arealite.impl.publisher.servers",
     "transformers.models.auto.tokenization_auto",
@@ -95,13 +95,13 @@ class Forker:
         """Start a command; return its process id, or None if the warm parent cannot fork."""
         with self.lock:
             if self.control is None:
-                self.process, self.control = warm_starts.start_process([IMPORTS], FIXED)
+                self.process, self.control = starts.start_process([IMPORTS], FIXED)
                 self.control.recv(1)  # the answer IMPORTED; before it, a fork would lack imports
             line, theirs = socket.socketpair()
-            with line, warm_starts.subreaper():
+            with line, starts.subreaper():
                 body = json.dumps({"words": words, "environment": environment}).encode()
                 directory = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-                header = warm_parent.HEADER.pack(len(body))
+                header = parent.HEADER.pack(len(body))
                 try:
                     with theirs:
                         descriptors = [theirs.fileno(), directory, *streams]
@@ -113,14 +113,14 @@ class Forker:
                 os.close(directory)
                 if not answer:  # the warm parent has exited; the next command starts another
                     self.close()
-                if answer != warm_parent.FORKED:
+                if answer != parent.FORKED:
                     return None
                 received = b""
                 while received.count(b"\n") < 2:
                     if not (data := line.recv(64)):
                         raise OSError("the forked command ended before it began")
                     received += data
-                line.sendall(warm_parent.GO)
+                line.sendall(parent.GO)
                 return int(received.split()[1])
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def comparable(environment: Mapping[str, str]) -> dict[str, str]:
 
 def install() -> None:
     """Start commands of AReaLite from a warm parent from now on."""
-    if os.environ.get("FORKS") == "0" or _exec is None or not warm_starts.is_possible():
+    if os.environ.get("FORKS") == "0" or _exec is None or not starts.is_possible():
         return
     forker = Forker(os.environ | FIXED)
     atexit.register(forker.close)
@@ -158,7 +158,7 @@ def fork_here() -> None:
         Forked: This process is a command that the new warm parent forked.
     """
     control, parent_end = socket.socketpair()
-    warm_parent.fork_warm_parent(parent_end, control)
+    parent.fork_warm_parent(parent_end, control)
     parent_end.close()
     replace_exec(Forker(os.environ, control))
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import clients
 from arealite.api.payloads import decode_segments
 from arealite.api.rollout_messages import Episode, Lease
@@ -34,7 +34,7 @@ from arealite.cli import configs
 from arealite.cli.main import run
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import load_tasks
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "config" / "async_ppo.yaml"

@@ -19,11 +19,11 @@ if __name__ == "__main__":
 
 import psutil  # noqa: E402
 
-from arealite.api.browser_config import BrowserConfig, BrowserEnvConfig  # noqa: E402
 from arealite.api.episode import Action  # noqa: E402
 from arealite.api.observation import Observation  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
-from arealite.impl.env.web.miniwob import BrowserEnv  # noqa: E402
+from arealite.ext.web.config import BrowserConfig, BrowserEnvConfig  # noqa: E402
+from arealite.ext.web.miniwob import BrowserEnv  # noqa: E402
 from tools import figures  # noqa: E402
 
 CONTEXTS, REPEATS, EPISODES, STEPS = (1, 3, 15, 30), 3, 45, 5

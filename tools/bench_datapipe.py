@@ -32,7 +32,7 @@ import psutil
 import zmq
 from msgspec import structs
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published, StepReport
@@ -40,10 +40,10 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.data.dataset import identity
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads
-from arealite.system.ledger.payloads import payload_sum
+from arealite.system.ledger.payload_checks import payload_sum
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.links.worker_link import WorkerLink
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.system.scenes import payload as make_payload
 from tools import figures
 
@@ -63,7 +63,7 @@ from pathlib import Path
 from arealite.api.task import Task
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.health import vitals
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
 tasks = [
     Task(task_id=f"train-{i}", prompt="x", ground_truth=None, extra_info={}) for i in range(1000)

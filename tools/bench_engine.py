@@ -29,8 +29,8 @@ from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.impl.engine import attention
-from arealite.impl.engine.batch import collate, input_items
 from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.engine.micro_batches import collate, input_items
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
 from tools import figures

@@ -26,15 +26,15 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.api.agent import Agent  # noqa: E402
-from arealite.api.collector import CollectorConfig  # noqa: E402
-from arealite.api.config import ExperimentConfig  # noqa: E402
+from arealite.api.collector_config import CollectorConfig  # noqa: E402
 from arealite.api.env import Env, envs  # noqa: E402
 from arealite.api.env_config import EnvConfig  # noqa: E402
+from arealite.api.experiment_config import ExperimentConfig  # noqa: E402
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse, SamplingConfig  # noqa: E402
 from arealite.api.rollout_messages import Lease  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.api.trainer import PPOConfig, TrainerConfig  # noqa: E402
-from arealite.impl.demo.tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
+from arealite.ext.demo.tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
 from arealite.impl.rollout.collector import Collector  # noqa: E402
 from tools import figures  # noqa: E402
 

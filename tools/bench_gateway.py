@@ -33,16 +33,16 @@ import uvloop  # noqa: E402
 
 from arealite.api.agent import Agent, AgentFactory  # noqa: E402
 from arealite.api.agent_config import AgentConfig  # noqa: E402
-from arealite.api.config import ExperimentConfig, ModelConfig  # noqa: E402
 from arealite.api.episode import Action, Seat  # noqa: E402
-from arealite.api.gateway_config import GatewayConfig  # noqa: E402
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig  # noqa: E402
 from arealite.api.llm import LLMClient, LLMClientConfig, SamplingConfig  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.api.trial import ClusterConfig  # noqa: E402
-from arealite.impl.client.sglang import SGLangClient  # noqa: E402
-from arealite.impl.gateway.gateway import Gateway  # noqa: E402
-from arealite.impl.gateway.session import Session  # noqa: E402
-from arealite.system.names.registry import NameRegistry  # noqa: E402
+from arealite.ext.gateway.config import GatewayConfig  # noqa: E402
+from arealite.ext.gateway.gateway import Gateway  # noqa: E402
+from arealite.ext.gateway.session import Session  # noqa: E402
+from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
+from arealite.system.names.name_registry import NameRegistry  # noqa: E402
 from tests.fakes.chat_families import tokenizer_of  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tools import figures  # noqa: E402

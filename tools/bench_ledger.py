@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.payloads import encode_segments
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.impl.view import report_rows, report_run
+from arealite.ext.audit.audit import audit
+from arealite.ext.view import report_rows, report_run
 from arealite.system.data.dataset import identity
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.ledger.audit import audit
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
 from tools import figures

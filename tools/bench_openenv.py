@@ -34,7 +34,7 @@ from arealite.api.episode import Action, Seat
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.task import Task
 from arealite.base import log
-from arealite.impl.env_client import make_env
+from arealite.ext.hosting.client import make_env
 from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -39,8 +39,8 @@ from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
-from arealite.impl.engine.batch import input_items
 from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.engine.micro_batches import input_items
 from tests.models import tiny_model
 from tools import figures
 

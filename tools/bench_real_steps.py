@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 
 from safetensors import safe_open  # noqa: E402
 
-from arealite.impl.demo.lesson import find_lesson, write_data  # noqa: E402
-from arealite.impl.demo.lessons.alphabet_sort import names_in_place  # noqa: E402
+from arealite.ext.demo.lesson import find_lesson, write_data  # noqa: E402
+from arealite.ext.demo.lessons.alphabet_sort import names_in_place  # noqa: E402
 from tools import figures, smollm2  # noqa: E402
 from tools.bench_trl import wait_for_quiet  # noqa: E402
 from tools.trl_parts import clock_of, trl_config  # noqa: E402

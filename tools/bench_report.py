@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.impl.view.report import write_report  # noqa: E402
-from tests.impl.view.runs import add_token_stats, make_run, make_tokenizer, many, metrics  # noqa: E402
+from arealite.ext.view.report import write_report  # noqa: E402
+from tests.ext.view.runs import add_token_stats, make_run, make_tokenizer, many, metrics  # noqa: E402
 from tools import figures  # noqa: E402
 
 TRAJECTORIES, REPEATS, WORDS = 10_000, 5, 32_000

@@ -22,9 +22,9 @@ import uvloop  # noqa: E402
 
 from arealite.api.reward import FunctionRewardConfig, MathVerifyConfig, Reward  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
-from arealite.impl.reward.checker import is_equal  # noqa: E402
-from arealite.impl.reward.functions import FunctionReward  # noqa: E402
-from arealite.impl.reward.math_verify import MathVerifyReward  # noqa: E402
+from arealite.ext.math.checker import is_equal  # noqa: E402
+from arealite.ext.math.math_verify import MathVerifyReward  # noqa: E402
+from arealite.impl.reward.function_reward import FunctionReward  # noqa: E402
 from tools import figures  # noqa: E402
 
 CHECKS, REPEATS, WORKERS, TICK_S = 300, 5, 2, 0.001

@@ -30,18 +30,18 @@ import msgspec
 import uvloop
 
 from arealite.api.agent import Agent
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.collector_config import CollectorConfig
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.client.sglang_client import SGLangClient
 from arealite.impl.rollout.collector import Collector
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.api.sandbox import CodeEnvConfig, SandboxConfig  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.base.errors import UserError  # noqa: E402
-from arealite.impl.env.code.env import CodeEnv, read_cases  # noqa: E402
+from arealite.ext.code.env import CodeEnv, read_cases  # noqa: E402
+from arealite.ext.sandbox.config import CodeEnvConfig, SandboxConfig  # noqa: E402
 from tools import figures  # noqa: E402
 from tools.bench_reward import measure  # noqa: E402
 

@@ -27,11 +27,11 @@ import uvloop
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arealite.api.config import ModelConfig, ServerConfig
+from arealite.api.experiment_config import ModelConfig, ServerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base import log
-from arealite.impl.server.embedded import EmbeddedServer
-from arealite.system.names.registry import NameRegistry
+from arealite.ext.embedded.embedded_server import EmbeddedServer
+from arealite.system.names.name_registry import NameRegistry
 from tests.models import tiny_model
 from tools import figures
 

@@ -34,12 +34,12 @@ import torch.distributed as dist  # noqa: E402
 import uvloop  # noqa: E402
 
 from arealite.base import log  # noqa: E402
-from arealite.impl.client import wire  # noqa: E402
+from arealite.impl.client import sglang_messages  # noqa: E402
 from arealite.impl.client.connections import KEEPALIVE_S  # noqa: E402
-from arealite.impl.client.routing import Server  # noqa: E402
-from arealite.impl.client.sglang import SGLangClient  # noqa: E402
-from arealite.impl.weights import group  # noqa: E402
-from arealite.system.names.registry import Entry  # noqa: E402
+from arealite.impl.client.server_choice import Server  # noqa: E402
+from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
+from arealite.impl.weights import process_group  # noqa: E402
+from arealite.system.names.name_registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.sglang.real import free_port  # noqa: E402
 from tools import figures  # noqa: E402
@@ -78,15 +78,15 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
 
 async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
     """Publish while 64 generations run, by retract and by abort; count interrupted generations."""
-    decode, answered = wire.decode_answer, 0
+    decode, answered = sglang_messages.decode_answer, 0
 
-    def count(raw: bytes) -> wire.Answer:
+    def count(raw: bytes) -> sglang_messages.Answer:
         nonlocal answered
         answer = decode(raw)
         answered += len(answer.output_ids)
         return answer
 
-    wire.decode_answer = count  # type: ignore[assignment]
+    sglang_messages.decode_answer = count  # type: ignore[assignment]
     for mode in ("retract", "abort"):
         answered = 0
         with site.publisher("disk", mode) as publisher:
@@ -102,7 +102,7 @@ async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
         note(f"interrupt.{mode}.resubmitted", stats["resubmissions"])
         note(f"interrupt.{mode}.failovers", stats["failovers"])
         note(f"interrupt.{mode}.tokens_kept_share", episodes.tokens / answered)
-    wire.decode_answer = decode
+    sglang_messages.decode_answer = decode
 
 
 async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) -> None:
@@ -225,7 +225,7 @@ def join(port: int, *, rank: int) -> dist.ProcessGroup:
     """Join the group of the raw broadcasts."""
     address = ("127.0.0.1", port)
     where = address if rank else socket.create_server(address)
-    return group.join(where, "raw", rank=rank, world_size=2, backend="gloo", seconds=300.0)
+    return process_group.join(where, "raw", rank=rank, world_size=2, backend="gloo", seconds=300.0)
 
 
 def receive(port: int, size: int, times: int) -> None:

@@ -27,11 +27,11 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-from arealite.api.config import ExperimentConfig, name_dir  # noqa: E402
-from arealite.base.names import RunPaths  # noqa: E402
+from arealite.api.experiment_config import ExperimentConfig, name_dir  # noqa: E402
+from arealite.base.trial_files import RunPaths  # noqa: E402
 from arealite.cli import configs  # noqa: E402
-from arealite.impl.launcher.warm_starts import SWITCH  # noqa: E402
-from arealite.system.names.registry import NameRegistry  # noqa: E402
+from arealite.ext.warm_start.starts import SWITCH  # noqa: E402
+from arealite.system.names.name_registry import NameRegistry  # noqa: E402
 from tools import figures, ready_marks  # noqa: E402
 
 REPEATS = 7

@@ -34,7 +34,7 @@ from arealite.algo.packing import LAYOUTS
 from arealite.algo.partition import balance
 from arealite.api.engine import LossInput
 from arealite.api.engine_config import FSDPConfig
-from arealite.impl.engine.batch import collate
+from arealite.impl.engine.micro_batches import collate
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
 from tools import bench_engine, figures

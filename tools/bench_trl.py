@@ -40,8 +40,8 @@ from arealite.api.agent import Agent, agents  # noqa: E402
 from arealite.api.env import Env, envs  # noqa: E402
 from arealite.api.observation import observe  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
+from arealite.ext.demo.sorting import draw, question  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
-from arealite.impl.demo.sorting import draw, question  # noqa: E402
 from tools import figures  # noqa: E402
 from tools.trl_parts import clock_of, trl_config  # noqa: E402
 

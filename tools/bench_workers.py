@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from bench_datapipe import connect_trainer, serving  # noqa: E402
 from bench_rollout import experiment, stub  # noqa: E402
 
-from arealite.api.config import ExperimentConfig  # noqa: E402
+from arealite.api.experiment_config import ExperimentConfig  # noqa: E402
 from arealite.api.trainer_messages import Finish, Published, StepReport  # noqa: E402
 from arealite.base import log  # noqa: E402
-from arealite.system.names.registry import NameRegistry  # noqa: E402
+from arealite.system.names.name_registry import NameRegistry  # noqa: E402
 from tools import figures  # noqa: E402
 
 LIMIT_MS = 50.0
@@ -38,7 +38,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
     """Run `count` rollout workers until the datapipe ends them."""
     import uvloop
 
-    from arealite.impl.client.sglang import SGLangClient
+    from arealite.impl.client.sglang_client import SGLangClient
     from arealite.impl.rollout.worker import RolloutWorker
     from arealite.system.links.worker_link import WorkerLink
     from tests.models import tiny_tokenizer

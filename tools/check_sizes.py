@@ -46,8 +46,8 @@ READING_PATH = (
     "impl/rollout/worker.py",
     "impl/rollout/collector.py",
     "api/agent.py",
-    "impl/client/sglang.py",
-    "impl/server/engine.py",
+    "impl/client/sglang_client.py",
+    "ext/embedded/decode_loop.py",
     "impl/trainer/ppo.py",
     "impl/trainer/batch.py",
     "impl/trainer/batch_advantages.py",
@@ -198,9 +198,9 @@ def shadows(file: Path) -> list[str]:
 
 def configs() -> list[str]:
     """Check the number of config fields, and that each key has its line of documentation."""
-    from arealite.api.config import ExperimentConfig, ServerConfig
-    from arealite.api.env_server import EnvServerConfig
+    from arealite.api.experiment_config import ExperimentConfig, ServerConfig
     from arealite.base.config import keys, leaves
+    from arealite.ext.hosting.server_config import EnvServerConfig
 
     breaches = []
     for root in (ExperimentConfig, ServerConfig, EnvServerConfig):

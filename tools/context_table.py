@@ -17,10 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import Shapes, check_context_parallel
-from arealite.cli import configs, estimates
+from arealite.cli import configs
+from arealite.ext.machine import estimates
 
 MODELS = {  # Qwen2.5: hidden, layers, intermediate, heads, key heads, vocabulary, tied
     "1.5 B": (1536, 28, 8960, 12, 2, 151936, True),

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.base.names import RunPaths  # noqa: E402
-from arealite.impl.demo.sorting import make_kit  # noqa: E402
+from arealite.base.trial_files import RunPaths  # noqa: E402
+from arealite.ext.demo.sorting import make_kit  # noqa: E402
 
 OUT = Path("runs/demo")
 SERVER_GRACE_S = 10.0
@@ -169,7 +169,7 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
 
 def report(paths: RunPaths, more: dict[str, Any]) -> None:
     """Print curve, held-out reward and paths, below train.py's audit; write summary.json."""
-    from arealite.system.ledger.audit import audit
+    from arealite.ext.audit.audit import audit
 
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     audited = audit(paths.ledger)

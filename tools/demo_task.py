@@ -7,4 +7,4 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from arealite.cli.main import run
 
-    sys.exit(run("arealite.cli.quickstart", ["--kit", *sys.argv[1:]]))
+    sys.exit(run("arealite.ext.demo.quickstart", ["--kit", *sys.argv[1:]]))

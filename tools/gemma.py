@@ -2,7 +2,7 @@
 
     tools/gemma.py            print the folder; without network if it exists already
 
-arealite/impl/demo/real_models.py downloads the GGUF file of Gemma 3 270M. The folder is
+arealite/ext/demo/real_models.py downloads the GGUF file of Gemma 3 270M. The folder is
 out/cache/gemma-3-tokenizer (33 MB). Tests take it from tests/gemma.py.
 """
 

@@ -117,7 +117,7 @@ def test_command(*, quick: bool) -> list[str]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command = ["env", "OMP_NUM_THREADS=1", *pytest, "-o", f"timeout={TEST_LIMIT_S}"]
     if quick:
-        return [*command, str(ROOT / "tests/impl/server/test_ports.py")]
+        return [*command, str(ROOT / "tests/ext/embedded/test_ports.py")]
     if find_spec("xdist"):
         command += ["-n", str(min(TEST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
     return [*command, *(str(ROOT / "tests/impl" / name) for name in ("engine", "server"))]

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.api.engine import Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
-from arealite.cli.machine.checks import PEAKS
+from arealite.ext.machine.checks import PEAKS
 from arealite.impl.engine.fsdp import FSDPEngine
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tools.bench_prefix import GROUP, LOSS, draw, group, row
 from tools.gpu_part import PartRun, parse_part
 from tools.qwen_shapes import SHAPES, Shape, make_model, training_operations

@@ -1,7 +1,7 @@
 """Train a model on a lesson, and draw its curve: `make learn LESSON=name`.
 
 A lesson of tools/lessons has a tiny model. After the warm-up, train.py starts datapipe, worker,
-server and trainer on this machine. A lesson of arealite/impl/demo/lessons has SmolLM2, and
+server and trainer on this machine. A lesson of arealite/ext/demo/lessons has SmolLM2, and
 `arealite quickstart` runs it.
 """
 
@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.base.names import RunPaths  # noqa: E402
-from arealite.cli import quickstart  # noqa: E402
-from arealite.impl.demo.lesson import names_of_lessons  # noqa: E402
+from arealite.base.trial_files import RunPaths  # noqa: E402
+from arealite.ext.demo import quickstart  # noqa: E402
+from arealite.ext.demo.lesson import names_of_lessons  # noqa: E402
 from tools.demo import BACKENDS, SERVER_WAIT_S, plot, server  # noqa: E402
 from tools.lesson import Lesson, make_kit  # noqa: E402
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.base.files import follow_umask
-from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
+from arealite.ext.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.system.data import templates
 
 Example = tuple[str | list[dict[str, Any]], str]

@@ -148,7 +148,7 @@ async def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model", max_position_embeddings=2**20)
         async with running(server_config(model, folder)) as server:
-            from arealite.impl.server.app import App
+            from arealite.ext.embedded.server_app import App
 
             bodies = App(server.engine, server._model).bodies()
             for path, make in (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from arealite.impl.demo.tiny_model import PRINTABLE, make_tokenizer
+from arealite.ext.demo.tiny_model import PRINTABLE, make_tokenizer
 
 VOCAB = 151_936
 CONTEXT = 2048

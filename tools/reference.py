@@ -26,15 +26,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from arealite.api.config import ExperimentConfig, ServerConfig  # noqa: E402
-from arealite.api.env_server import EnvServerConfig  # noqa: E402
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig  # noqa: E402
 from arealite.api.logger import loggers  # noqa: E402
 from arealite.api.sampling import CollectConfig, EvaluateConfig  # noqa: E402
 from arealite.base import config as base_config  # noqa: E402
 from arealite.base import errors  # noqa: E402
 from arealite.base.extras import extra_requirement  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
-from arealite.impl.logger.names import catalogue  # noqa: E402
+from arealite.ext.hosting.server_config import EnvServerConfig  # noqa: E402
+from arealite.impl.logger.metric_names import catalogue  # noqa: E402
 from tools import reference_python  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"

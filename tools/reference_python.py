@@ -48,7 +48,7 @@ def page() -> str:
 
 def find(name: str) -> Any:
     """Return the object of a public name, or of a type that a public function returns."""
-    from arealite.python import functions, run
+    from arealite.ext.notebook import functions, run
 
     inner = {"Facts": run.Facts, "Server": functions.Server}
     return inner[name] if name in inner else getattr(arealite, name)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arealite.api.sandbox import CodeEnvConfig, SandboxConfig
-from arealite.impl.env.code.env import CodeEnv, program, read_cases
-from tests.impl.env.code.generated import CHEATS, GeneratedRow, generated_rows
-from tests.impl.env.games.players import task
+from arealite.ext.code.env import CodeEnv, program, read_cases
+from arealite.ext.sandbox.config import CodeEnvConfig, SandboxConfig
+from tests.ext.code.generated import CHEATS, GeneratedRow, generated_rows
+from tests.ext.games.players import task
 
 
 async def main() -> int:

@@ -22,9 +22,9 @@ import aiohttp
 import msgspec
 from safetensors.torch import load_file
 
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.collector_config import CollectorConfig
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport, publishers
 from arealite.api.publisher_config import PublisherConfig
@@ -32,9 +32,9 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.client.sglang_client import SGLangClient
 from arealite.impl.rollout.collector import Collector
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.models import tiny_tokenizer
 from tests.sglang.real import free_port
 from tools import bench_rollout  # registers its environment

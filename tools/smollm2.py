@@ -2,7 +2,7 @@
 
     tools/smollm2.py          print the folder; without network if it exists already
 
-arealite/impl/demo/real_models.py downloads the GGUF file, and arealite/impl/weights/gguf_file.py
+arealite/ext/demo/real_models.py downloads the GGUF file, and arealite/ext/gguf/gguf_file.py
 converts it, as for `model.path=FILE.gguf`. The folder is out/cache/SmolLM2-135M-Instruct (270 MB,
 bfloat16). Tests take it from tests/smollm2.py.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from arealite.base.errors import UserError
-from arealite.impl.demo import real_models
-from arealite.impl.weights import gguf_file
+from arealite.ext.demo import real_models
+from arealite.ext.gguf import gguf_file
 
 CACHE = Path(__file__).resolve().parent.parent / "out" / "cache"
 FOLDER = CACHE / "SmolLM2-135M-Instruct"

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.base.names import RunPaths  # noqa: E402
-from arealite.system.ledger.audit import audit  # noqa: E402
+from arealite.base.trial_files import RunPaths  # noqa: E402
+from arealite.ext.audit.audit import audit  # noqa: E402
 
 OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
@@ -278,7 +278,7 @@ def arguments(process: psutil.Process) -> list[str]:
 
 def is_warm_parent(words: Sequence[str]) -> bool:
     """Return whether a command line is that of a warm parent."""
-    return "arealite warm parent" in words or "arealite.impl.launcher.warm_parent" in words
+    return "arealite warm parent" in words or "arealite.ext.warm_start.parent" in words
 
 
 def verify(paths: RunPaths, steps: int) -> dict[str, float]:
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mean-s", type=float, default=MEAN_S, help="seconds between two kills")
     options = parser.parse_args(argv)
     os.chdir(ROOT)
-    from arealite.impl.demo.sorting import make_kit
+    from arealite.ext.demo.sorting import make_kit
 
     Path("runs/demo").mkdir(parents=True, exist_ok=True)
     kit, steps = make_kit(Path("runs/demo/kit-seed1"), 1), 80

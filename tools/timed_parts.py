@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arealite.ext.warm_start.starts import subreaper
 from arealite.impl.launcher.processes import GUARD
-from arealite.impl.launcher.warm_starts import subreaper
 from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]

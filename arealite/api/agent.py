@@ -17,7 +17,7 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
-    from arealite.api.config import ExperimentConfig
+    from arealite.api.experiment_config import ExperimentConfig
     from arealite.api.llm import SamplingConfig
     from arealite.api.turns import Origin
     from arealite.base.tokenizer import Tokenizer

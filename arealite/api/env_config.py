@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from arealite.api import adapter_config as adapters
-from arealite.api import game_config as games
-from arealite.api.browser_config import BrowserEnvConfig, WebArenaConfig
 from arealite.api.fields import Constraints, opt, part, sub
-from arealite.api.harness_config import HarnessConfig
 from arealite.api.runtime import RuntimeConfig
-from arealite.api.sandbox import CodeEnvConfig
-from arealite.api.tool_config import ToolsEnvConfig
+from arealite.ext.adapters import config as adapters
+from arealite.ext.games import config as games
+from arealite.ext.harness.config import HarnessConfig
+from arealite.ext.sandbox.config import CodeEnvConfig
+from arealite.ext.tools.config import ToolsEnvConfig
+from arealite.ext.web.config import BrowserEnvConfig, WebArenaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from arealite.api.fields import opt, part, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
-    from arealite.api.config import ExperimentConfig
+    from arealite.api.experiment_config import ExperimentConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from arealite.api.fields import opt, part, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
-    from arealite.api.config import ServerConfig
+    from arealite.api.experiment_config import ServerConfig
 
 UNTRUSTED = "-1"
 """Version of a server whose weights belong to no version. Clients send it no requests."""

@@ -10,8 +10,8 @@ from arealite.base.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-    from arealite.api.config import ExperimentConfig
     from arealite.api.engine import TrainEngine
+    from arealite.api.experiment_config import ExperimentConfig
 
 
 @dataclass(frozen=True, kw_only=True)

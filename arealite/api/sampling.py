@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.fields import opt, sub
 
 

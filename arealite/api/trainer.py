@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from arealite.api import algorithm
-from arealite.api.collector import CollectorConfig, EvalConfig
+from arealite.api.collector_config import CollectorConfig, EvalConfig
 from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
 from arealite.api.fields import Constraints, opt, sub
-from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base.registry import Registry
+from arealite.ext.offline.config import DPOConfig, OfflineConfig, SFTConfig
 
 if TYPE_CHECKING:
-    from arealite.api.config import ExperimentConfig
+    from arealite.api.experiment_config import ExperimentConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.config import (
+from arealite.api.engine import engines
+from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
+from arealite.api.env import envs
+from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import (
     ExperimentConfig,
     LoggerConfig,
     ServedModelConfig,
@@ -16,10 +20,6 @@ from arealite.api.config import (
     name_dir,
     run_paths,
 )
-from arealite.api.engine import engines
-from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
 from arealite.api.launcher import LauncherConfig, launchers
 from arealite.api.llm import LLMClientConfig, clients
 from arealite.api.llm_server import LLMServerConfig, servers
@@ -28,7 +28,6 @@ from arealite.api.publisher import publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.tool import tools
-from arealite.api.tool_config import ToolsEnvConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
@@ -36,10 +35,11 @@ from arealite.base.model_folder import local_folder
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
-from arealite.cli.fold import fold
+from arealite.cli.line_wrap import fold
 from arealite.cli.presets import CONFIG_DIR
+from arealite.ext.gguf import gguf_file
+from arealite.ext.tools.config import ToolsEnvConfig
 from arealite.impl.launcher.processes import own_address, server_overrides
-from arealite.impl.weights import gguf_file
 
 Files = Path | Sequence[Path]
 C = TypeVar("C")

@@ -6,10 +6,10 @@ One process reads the shards of any number of ranks.
 from collections.abc import Sequence
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Training
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
 from arealite.cli.options import run_parser
 from arealite.cli.resume import step_of
@@ -58,7 +58,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     config = configs.load(ExperimentConfig, config_file, whole_model, is_saved=True)
     from arealite.api.trainer import trainers
     from arealite.impl.trainer.components import make_engine
-    from arealite.impl.trainer.world import World
+    from arealite.impl.trainer.rank_group import World
 
     options = config.trainer.own
     head = trainers.get(config.trainer.type).head

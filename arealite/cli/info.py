@@ -15,10 +15,10 @@ from importlib import metadata, util
 from pathlib import Path
 
 from arealite import __version__
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.base.extras import extra_requirement
 from arealite.cli import configs
-from arealite.cli.fold import fold
+from arealite.cli.line_wrap import fold
 
 Line = tuple[str, str]
 ANSWER_S = 5.0

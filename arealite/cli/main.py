@@ -16,7 +16,7 @@ from arealite.base.errors import ArealiteError, UserError
 from arealite.base.printable import guard_output
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import unknown
-from arealite.cli.fold import fold
+from arealite.cli.line_wrap import fold
 
 COMMANDS: dict[str, tuple[str, str]] = read_toml(__file__, "commands.toml")
 
@@ -52,7 +52,7 @@ def _main(args: Sequence[str]) -> int:
         print(fold(message, sys.stderr), file=sys.stderr)
         return 2
     module, _ = COMMANDS[command]
-    return _call(f"arealite.cli.{module}", args[1:])
+    return _call(f"arealite.{module}", args[1:])
 
 
 def _piped(call: Callable[..., int], *words: object) -> int:

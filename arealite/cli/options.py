@@ -9,7 +9,7 @@ from typing import NamedTuple
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.cli import presets
-from arealite.cli.fold import fold
+from arealite.cli.line_wrap import fold
 from arealite.cli.texts import TEXTS
 
 THEN = TEXTS["stages"]

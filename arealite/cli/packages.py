@@ -1,11 +1,11 @@
 """Checks that the optional packages of a run's options are installed, before any process starts."""
 
-from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.tool_config import ToolsEnvConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.extras import check_installed, extra_requirement
 from arealite.cli import configs
+from arealite.ext.tools.config import ToolsEnvConfig
 
 ENVS = {
     "browser": ("playwright", extra_requirement("browser")),

@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.env import Env, envs
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.llm_server import servers
 from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig
 from arealite.base import model_folder
 from arealite.base.config import check_constraints
 from arealite.base.errors import DeadlineError, UserError
-from arealite.base.places import check_address, check_folder
-from arealite.cli import configs, estimates
-from arealite.cli.fold import fold
+from arealite.base.folder_checks import check_address, check_folder
+from arealite.cli import configs
+from arealite.cli.line_wrap import fold
 from arealite.cli.packages import check_training_packages
 from arealite.cli.resume import check_resume
-from arealite.impl.env_client import make_env
+from arealite.ext.curriculum.curriculum import Curriculum
+from arealite.ext.hosting.client import make_env
+from arealite.ext.machine import estimates
+from arealite.ext.self_check import template
 from arealite.impl.rollout.collector import check_seats
-from arealite.impl.self_check import template
 from arealite.system.data import prompts
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
@@ -40,8 +42,7 @@ from arealite.system.data.tasks import (
     load_split,
     shares,
 )
-from arealite.system.datapipe.curriculum import Curriculum
-from arealite.system.names.registry import Entry, NameRegistry
+from arealite.system.names.name_registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
 
@@ -68,7 +69,7 @@ class Facts(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Check each stage and print a line for each part; the first error ends the command."""
     if "--machine" in argv:
-        from arealite.cli.machine import command
+        from arealite.ext.machine import command
 
         return command.main(argv)
     if "--model" in argv:
@@ -110,7 +111,7 @@ def _compare_model(argv: Sequence[str]) -> int:
         )
 
     check_model_folder(parse())
-    from arealite.cli import check_model  # imports torch
+    from arealite.ext.machine import check_model  # imports torch
 
     # The comparison has one rank.
     config = parse(
@@ -293,8 +294,9 @@ def check_tensors(config: ExperimentConfig) -> None:
     Raises:
         UserError: transformers cannot build the model, or a tensor or a target has no counterpart.
     """
-    from arealite.impl.engine import loading, lora
-    from arealite.impl.weights.names import TensorNames
+    from arealite.ext.models import lora
+    from arealite.impl.engine import loading
+    from arealite.impl.weights.tensor_names import TensorNames
 
     head = "value" if config.trainer.type == "reward" else "lm"
     folder = Path(config.model.path).expanduser()
@@ -468,9 +470,9 @@ def _wait_for_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[E
     names = NameRegistry.of(config)
     registered = names.list("llm_server")
     if config.llm_server.addresses:
-        from arealite.impl.server import external  # imports aiohttp
+        from arealite.ext.external import external_servers  # imports aiohttp
 
-        return [*external.examine(config, model), *registered]
+        return [*external_servers.examine(config, model), *registered]
     wait_s = config.server_wait_s
     if not registered:
         print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)

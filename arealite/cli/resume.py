@@ -12,11 +12,11 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
-from arealite.base.names import RunPaths
-from arealite.cli.fold import fold
+from arealite.base.trial_files import RunPaths
+from arealite.cli.line_wrap import fold
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.ledger import connect, open_read_only
 from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT

@@ -12,16 +12,16 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log, outputs
-from arealite.base.names import RunPaths
 from arealite.base.signals import STOP
+from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
-from arealite.impl.launcher import warm_parent
+from arealite.ext.warm_start import parent
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
         registry=NameRegistry.of(config),
         address=f"tcp://{config.cluster.host}:0",
     )
-    warm_parent.freeze()
+    parent.freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
 
@@ -71,7 +71,7 @@ async def with_externals(
     if not config.llm_server.addresses:
         await work
         return
-    from arealite.impl.server.external import ExternalServers  # imports aiohttp
+    from arealite.ext.external.external_servers import ExternalServers  # imports aiohttp
 
     async with asyncio.TaskGroup() as tasks:
         servers = ExternalServers(config, updates=updates)
@@ -114,7 +114,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         client=clients.get(collector.client.type)(config, collector.client),
         tokenizer=load_tokenizer(config.model.path),
     )
-    warm_parent.freeze()
+    parent.freeze()
     gc.set_threshold(50_000)  # reference counting frees nearly all objects of an episode
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         vitals.watch(runner.get_loop())
@@ -130,7 +130,7 @@ def trainer(config: ExperimentConfig, index: int) -> None:
 
 def sidecar(config: ExperimentConfig, index: int) -> None:
     """Supervise the other roles of a run under torchrun."""
-    from arealite.impl.launcher.torchrun import Sidecar
+    from arealite.ext.clusters.torchrun import Sidecar
 
     sys.exit(Sidecar(config).run())
 

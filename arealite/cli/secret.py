@@ -4,11 +4,11 @@
 
 from collections.abc import Sequence
 
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs
-from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import FILE, read_secret, rotate_secret
+from arealite.system.names.name_registry import NameRegistry
+from arealite.system.names.trial_secret import FILE, read_secret, rotate_secret
 
 ROTATE = "--rotate"
 TOKEN = "--token"

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from arealite.api.config import ServerConfig, name_dir, run_paths
+from arealite.api.experiment_config import ServerConfig, name_dir, run_paths
 from arealite.api.llm_server import servers
 from arealite.base import log, outputs
+from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import read_model
-from arealite.base.places import check_address
 from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs
-from arealite.cli.fold import fold
-from arealite.impl.launcher import warm_modules, warm_starts
+from arealite.cli.line_wrap import fold
+from arealite.ext.warm_start import modules, starts
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.impl.launcher.server import IS_KEPT, supervise
+from arealite.impl.launcher.server_supervisor import IS_KEPT, supervise
 from arealite.system.health import vitals
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 KEPT = ("embedded",)
 """Server types that a parent process restarts. Other types restart their own processes."""
@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
 
 def tiny_model(config: ServerConfig) -> ServerConfig:
     """Return the config with a tiny model, which is made if it does not exist."""
-    from arealite.impl.demo.sorting import make_kit  # imports torch
+    from arealite.ext.demo.sorting import make_kit  # imports torch
 
     kit = Path(config.cluster.run_root).expanduser() / "demo" / f"kit-seed{config.seed}"
     print(
@@ -46,7 +46,7 @@ def tiny_model(config: ServerConfig) -> ServerConfig:
 def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal."""
     # Before this process has a thread or a module of the user.
-    warm = None if IS_KEPT in os.environ else warm_starts.fork_here()
+    warm = None if IS_KEPT in os.environ else starts.fork_here()
     config = configs.parse(
         ServerConfig,
         argv,
@@ -66,11 +66,11 @@ def main(argv: Sequence[str]) -> int:
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
         read_model(config.model.path or "")
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
-        stages = warm_modules.server_stages(config)
+        stages = modules.server_stages(config)
         if warm is not None:
             warm.stages = stages
-        elif warm_starts.is_possible():
-            warm = warm_starts.WarmParent(stages, {})
+        elif starts.is_possible():
+            warm = starts.WarmParent(stages, {})
             warm.start()
         return supervise(config, [sys.executable, str(SCRIPT), *argv], warm=warm)
     if warm is not None:

@@ -8,12 +8,12 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
 from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
-from arealite.impl.launcher import warm_modules
+from arealite.ext.warm_start import modules
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
     If RANK is set, as by torchrun and a PyTorchJob, run one trainer rank instead of a launcher.
     """
-    warm_modules.fork_early()  # before a module of the user is imported
+    modules.fork_early()  # before a module of the user is imported
     words = [word for word in argv if word not in FLAGS]
     if "--resume" in argv:
         if any(word.startswith("--then") for word in words):
@@ -71,7 +71,7 @@ def dry_run(stages: Sequence[ExperimentConfig]) -> int:
 
 def run(config: ExperimentConfig) -> int:
     """Run one experiment to its end; return its exit code."""
-    with warm_modules.early(config), prepared(config) as config:
+    with modules.early(config), prepared(config) as config:
         vitals.start("launcher-0", name_dir(config) / "vitals")
         return launchers.get(config.launcher.type)(config).run()
 
@@ -80,7 +80,7 @@ def run_rank(config: ExperimentConfig) -> int:
     """Run the trainer rank that the environment names; rank 0 also starts the run's other roles."""
     from arealite.cli import role
     from arealite.cli.preflight import check_options
-    from arealite.impl.launcher import torchrun
+    from arealite.ext.clusters import torchrun
 
     rank, ranks = torchrun.read_rank(os.environ)
     config = replace(config, launcher=replace(config.launcher, trainer_ranks=ranks))
@@ -101,16 +101,16 @@ def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
     if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
         return
-    from arealite.impl.trainer import world
+    from arealite.impl.trainer import rank_group
 
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     print(
-        f"rank {rank} of {ranks} waits up to {world.RENDEZVOUS_S:g} s for the other ranks, "
+        f"rank {rank} of {ranks} waits up to {rank_group.RENDEZVOUS_S:g} s for the other ranks, "
         f"at {address}",
         flush=True,
     )
-    store = world.serve_store(config.cluster.bound) if rank == 0 else None
-    os.environ[world.SHARED_STORE] = "True"
+    store = rank_group.serve_store(config.cluster.bound) if rank == 0 else None
+    os.environ[rank_group.SHARED_STORE] = "True"
     yield
     del store
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.trainer import PPOConfig
 from arealite.base.config import check_constraints
 from arealite.base.errors import UserError

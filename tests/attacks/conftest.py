@@ -19,9 +19,9 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import Secret, read_secret
+from arealite.base.trial_files import RunPaths
+from arealite.system.names.name_registry import NameRegistry
+from arealite.system.names.trial_secret import Secret, read_secret
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone, site
 from tests.waiting import until
 

@@ -19,7 +19,7 @@ from arealite.api.trainer_messages import ToTrainer
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.system.links import wire
 from arealite.system.links.worker_link import STATE_S
-from arealite.system.names.secret import Secret
+from arealite.system.names.trial_secret import Secret
 from tests.attacks.conftest import Live
 from tests.e2e.conftest import SLOW_S
 from tests.impl.trainer.trajectories import header

@@ -15,9 +15,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 from arealite.api.payloads import decode_segments
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payloads import whole_payload
+from arealite.system.ledger.payload_checks import whole_payload
 from tests.attacks import garbling
 from tests.attacks.conftest import Live, start, stop
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site

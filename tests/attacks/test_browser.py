@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from tests.attacks.conftest import Live
 from tests.e2e.conftest import SLOW_S
-from tests.impl.browser.sites import Site, needs_chromium, serving
+from tests.ext.web.browser.sites import Site, needs_chromium, serving
 from tests.waiting import eventually
 
 pytestmark = [

@@ -13,9 +13,9 @@ import pytest
 
 from arealite.api.payloads import decode_segments
 from arealite.api.trainer_messages import Ticket, TrainerStart, Waiting
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payloads import whole_payload
+from arealite.system.ledger.payload_checks import whole_payload
 from tests.attacks.conftest import Live, stop
 from tests.attacks.peers import MARKER, insider
 from tests.e2e.conftest import SLOW_S

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from arealite.impl.server import protocol
+from arealite.ext.embedded import protocol
 from tests.attacks.conftest import Live
 from tests.attacks.test_strangers_http import READS, ROUTES
 from tests.e2e.conftest import SLOW_S

@@ -14,7 +14,7 @@ from msgspec import inspect
 
 from arealite.api.rollout_messages import FromWorker, Result, WorkerState
 from arealite.api.trainer_messages import FromTrainer
-from arealite.system.datapipe.intake import DECODE_ERRORS
+from arealite.system.datapipe.message_checks import DECODE_ERRORS
 from arealite.system.links import wire
 from tests.attacks.conftest import Live
 from tests.attacks.peers import Insider, forged, insider

@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from arealite.api.agent import AgentConfig
-from arealite.api.config import ExperimentConfig, ModelConfig, ServerConfig
-from arealite.api.env_server import EnvServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig, ServerConfig
 from arealite.api.fields import opt
 from arealite.api.sampling import CollectConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.cli import configs
+from arealite.ext.hosting.server_config import EnvServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
 from arealite.base.files import replacing
-from arealite.base.names import RunPaths
-from arealite.impl.demo import sorting, tiny_model
-from arealite.impl.engine import lora
+from arealite.base.trial_files import RunPaths
+from arealite.ext.demo import sorting, tiny_model
+from arealite.ext.models import lora
+from arealite.ext.view.report import write_report
 from arealite.impl.engine.hf_folder import write_weights
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.impl.view.report import write_report
 from arealite.system.data.row_files import write_rows
-from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import create_secret
+from arealite.system.names.name_registry import NameRegistry
+from arealite.system.names.trial_secret import create_secret
 
 WEIGHTS = {"a": torch.zeros(4), "b": torch.ones(4)}
 

@@ -65,7 +65,7 @@ def test_every_command_bypasses_the_proxy_for_loopback(monkeypatch: pytest.Monke
         assert not urllib.request.proxy_bypass("b.org")
         return 0
 
-    monkeypatch.setattr("arealite.cli.audit.main", main)
+    monkeypatch.setattr("arealite.ext.audit.command.main", main)
     assert cli.main(["audit"]) == 0
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from arealite.api.agent import agents
-from arealite.api.config import ExperimentConfig
 from arealite.api.engine import engines
 from arealite.api.env import envs
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.llm_server import servers

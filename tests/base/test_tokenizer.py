@@ -146,8 +146,8 @@ def test_worker_starts_without_torch_and_transformers(tmp_path: Path) -> None:
 import sys
 import arealite.cli.role, arealite.impl.rollout.worker, arealite.system.links.worker_link
 from arealite.api.agent import load_tokenizer
-from arealite.impl.gateway.families import family_of
-from arealite.impl.gateway.rendering import Renderer
+from arealite.ext.gateway.families import family_of
+from arealite.ext.gateway.rendering import Renderer
 from arealite.system.data.templates import decode, render, tokenize
 tokenizer = load_tokenizer(sys.argv[1])
 chat = [{"role": "user", "content": "Hello"}]

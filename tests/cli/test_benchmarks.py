@@ -12,7 +12,7 @@ from arealite.api.agent import agents
 from arealite.api.episode import Action
 from arealite.cli.main import main
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
-from tests.cli.sampled import no_servers
+from tests.ext.evaluation.sampled import no_servers
 from tests.models import tiny_model
 
 PRESETS = Path(__file__).parents[2] / "config/env"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs, presets
 from arealite.cli import main as cli

@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Training
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
 from arealite.cli import main as cli
 from arealite.impl.trainer.base import write_engines
 from arealite.impl.trainer.components import make_engine
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.models import tiny_model
 
 

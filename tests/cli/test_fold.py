@@ -9,7 +9,7 @@ import pytest
 
 from arealite.cli import info
 from arealite.cli import main as cli
-from arealite.cli.fold import COMMAND, fold
+from arealite.cli.line_wrap import COMMAND, fold
 
 
 class Screen(io.StringIO):

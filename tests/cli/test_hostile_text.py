@@ -13,8 +13,8 @@ import pytest
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.printable import guard_output
-from arealite.cli import evaluate
 from arealite.cli.main import main
+from arealite.ext.evaluation import evaluate
 from arealite.impl.launcher.processes import spawn
 from arealite.impl.launcher.progress import Progress
 from arealite.system.datapipe.group_store import GroupStore
@@ -165,7 +165,7 @@ def test_control_characters_are_escaped_in_errors_and_tracebacks(
     def fail(argv: object) -> int:
         raise RoleError(HOSTILE)
 
-    monkeypatch.setattr("arealite.cli.audit.main", fail)
+    monkeypatch.setattr("arealite.ext.audit.command.main", fail)
     assert main(["audit", "x"]) == 4
     said = capsys.readouterr().err
     assert said.count(SHOWN) == 2 and not controls_in(said)

@@ -58,7 +58,7 @@ def test_deliberate_errors_are_one_line_with_their_exit_code(
     def fail(argv: object) -> int:
         raise raised
 
-    monkeypatch.setattr("arealite.cli.audit.main", fail)
+    monkeypatch.setattr("arealite.ext.audit.command.main", fail)
     assert cli.main(["audit", "x"]) == code
     shown = capsys.readouterr().err.splitlines()
     assert shown[-1] in ("error: wrong", "error: gone", "error: broken")
@@ -69,7 +69,7 @@ def test_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
     def fail(argv: object) -> int:
         raise ExceptionGroup("tasks", [ValueError("x")])
 
-    monkeypatch.setattr("arealite.cli.audit.main", fail)
+    monkeypatch.setattr("arealite.ext.audit.command.main", fail)
     with pytest.raises(ExceptionGroup):
         cli.main(["audit", "x"])
 
@@ -122,9 +122,9 @@ def test_broken_pipe_of_a_child_is_raised(monkeypatch: pytest.MonkeyPatch):
     def breaks(argv: object) -> int:
         raise BrokenPipeError("a child's")
 
-    monkeypatch.setattr("arealite.cli.audit.main", breaks)
+    monkeypatch.setattr("arealite.ext.audit.command.main", breaks)
     with pytest.raises(BrokenPipeError, match="a child's"):
-        cli.run("arealite.cli.audit", [])
+        cli.run("arealite.ext.audit.command", [])
 
 
 def test_closed_socket_causes_no_traceback():

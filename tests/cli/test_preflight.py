@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from arealite.api.algorithm import KLConfig
-from arealite.api.config import ExperimentConfig
 from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.printable import unguarded
-from arealite.cli import configs, estimates
+from arealite.cli import configs
 from arealite.cli.main import main
+from arealite.ext.machine import estimates
 from arealite.system.data.prompts import longest_request
 from tests.cli.small_run import small_run
 from tests.fakes.chat_families import tokenizer_of

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from arealite.api.config import ExperimentConfig, ModelConfig, ServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig, ServerConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model, weight_files

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.cli.configs import load
 from arealite.cli.preflight import check_options, check_sources

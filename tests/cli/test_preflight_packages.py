@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import check_installed
 from arealite.cli import configs

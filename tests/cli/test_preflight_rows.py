@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base.config import check_ranges
 from arealite.base.errors import UserError
 from arealite.cli import resume
 from arealite.cli.main import main
 from arealite.cli.preflight import check_options, preflight, report
-from tests.impl.trainer.test_offline import faked, rows, settings
+from arealite.ext.offline.config import DPOConfig, OfflineConfig, SFTConfig
+from tests.ext.offline.test_offline import faked, rows, settings
 from tests.models import tiny_model
 from tests.system.data.test_dataset import jsonl
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import agents
-from arealite.api.config import DatasetConfig, ExperimentConfig, ModelConfig
+from arealite.api.experiment_config import DatasetConfig, ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
@@ -17,7 +17,7 @@ from arealite.base.model_folder import model_difference
 from arealite.cli import main, preflight
 from arealite.cli.configs import load
 from arealite.system.data import prompts
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.models import tiny_tokenizer
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 320}

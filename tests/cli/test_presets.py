@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arealite.cli import main as cli
-from arealite.impl.launcher import torchrun
+from arealite.ext.clusters import torchrun
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 OTHERS = ("TORCHELASTIC_RUN_ID", "PET_NPROC_PER_NODE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import UserError
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.cli import configs, resume
 from arealite.impl.engine import checkpoint
 from arealite.system.data.dataset import identity

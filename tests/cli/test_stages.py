@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
 from arealite.cli import configs, options, train
 

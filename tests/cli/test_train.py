@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli import main as cli

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from arealite.api.sampling import EvaluateConfig
-from arealite.cli import sampling
 from arealite.cli.main import main
 from arealite.cli.options import describe, translate
-from arealite.system.names.registry import Entry
-from tests.cli.sampled import Answering, Command, no_servers
+from arealite.ext.evaluation import sampling_run
+from arealite.system.names.name_registry import Entry
+from tests.ext.evaluation.sampled import Answering, Command, no_servers
 from tests.models import tiny_model
 
 
@@ -34,17 +34,17 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 def test_flags_become_overrides_that_dotted_options_win_over() -> None:
     argv = ["--config", "a.yaml", "-n", "20", "tasks=3", "--model=M", "-o", "f"]
-    words, given = translate(argv, sampling.words("eval"))
+    words, given = translate(argv, sampling_run.words("eval"))
     assert words == [
         *("model.path=M", "tasks=20", "dataset.eval_rows=20", "out=f"),
         *("--config", "a.yaml", "tasks=3"),
     ]
     assert given == {"--model", "-n --num-episodes", "-o --output"}
-    assert translate(["model.path=M", "-x"], sampling.words("train")) == (
+    assert translate(["model.path=M", "-x"], sampling_run.words("train")) == (
         ["model.path=M", "-x"],
         set(),
     )
-    assert "--environment E" in describe(sampling.words("eval"))
+    assert "--environment E" in describe(sampling_run.words("eval"))
 
 
 def test_environment_flag_evaluates_generated_tasks_in_a_folder_of_its_own(commands) -> None:
@@ -104,16 +104,16 @@ def test_wrong_value_of_a_flag_is_refused(commands, words, says, capsys) -> None
 def test_model_flag_starts_a_server_only_if_there_is_none(tmp_path: Path, monkeypatch) -> None:
     config = EvaluateConfig()
     config = replace(config, cluster=replace(config.cluster, name_root=str(tmp_path)))
-    started = sampling.with_defaults(config, {"--model"}, "eval")
+    started = sampling_run.with_defaults(config, {"--model"}, "eval")
     assert started.launcher.llm_servers == 1
-    assert sampling.with_defaults(config, set(), "eval") == config
+    assert sampling_run.with_defaults(config, set(), "eval") == config
     own = replace(config, launcher=replace(config.launcher, llm_servers=2))
-    assert sampling.with_defaults(own, {"--model"}, "eval") == own
+    assert sampling_run.with_defaults(own, {"--model"}, "eval") == own
     far = replace(config, llm_server=replace(config.llm_server, addresses=["h:1"]))
-    assert sampling.with_defaults(far, {"--model"}, "eval") == far
+    assert sampling_run.with_defaults(far, {"--model"}, "eval") == far
     live = [Entry(role="llm_server", id="a", value={}, age_s=0.0)]
-    monkeypatch.setattr(sampling.NameRegistry, "list", lambda *_: live)
-    assert sampling.with_defaults(config, {"--model"}, "eval") == config
+    monkeypatch.setattr(sampling_run.NameRegistry, "list", lambda *_: live)
+    assert sampling_run.with_defaults(config, {"--model"}, "eval") == config
 
 
 @pytest.mark.processes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import AuditReport, audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import AuditReport, audit
 from tests.clusters.slurm import Slurm, missing, real_slurm
 from tests.e2e.conftest import ENVIRONMENT, write_rows
 from tests.models import tiny_model

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, strays
 from tests.waiting import until
 

@@ -10,28 +10,28 @@ from contextlib import AsyncExitStack
 import pytest
 from msgspec import structs
 
-from arealite.api.adapter_config import OpenEnvConfig
 from arealite.api.agent import Agent
-from arealite.api.browser_config import BrowserConfig
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
-from arealite.api.tool_config import ToolsEnvConfig
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.impl.env.adapters.openenv import OpenEnvEnv
-from arealite.impl.env_client import make_env
+from arealite.ext.adapters.config import OpenEnvConfig
+from arealite.ext.adapters.openenv import OpenEnvEnv
+from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.hosting.client import make_env
+from arealite.ext.tools.config import ToolsEnvConfig
+from arealite.ext.web.config import BrowserConfig
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import make_task
+from tests.ext.games import players
+from tests.ext.harness.harnesses import configured
+from tests.ext.math import test_env as test_math  # registers the reward
+from tests.ext.web.browser.sites import one_task
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.env_servers import hosted
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.fakes.foreign import ADAPTERS, installed
-from tests.impl.browser.sites import one_task
-from tests.impl.env.games import players
-from tests.impl.env.harness.harnesses import configured
-from tests.impl.env.math import test_env as test_math  # registers the reward
 from tests.impl.rollout import worlds  # registers the environments
 
 ENVS = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from arealite.api.llm import LLMRequest, SamplingConfig
-from arealite.impl.client import wire
+from arealite.impl.client import sglang_messages
 from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
 
@@ -99,7 +99,7 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
         sampling=SamplingConfig(),
         on_tokens=told.append,
     )
-    stream = wire.Stream(request)
+    stream = sglang_messages.Stream(request)
     sampling = {"max_new_tokens": 30, "ignore_eos": True, "stream_interval": 8}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     if server.hold is not None:  # else a slow client may get everything in one event
@@ -112,9 +112,9 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
     answer = stream.answer
     assert answer is not None and answer.meta_info.finish_reason is not None
     assert [token for piece in told for token in piece] == answer.output_ids
-    assert len(wire.token_logprobs(answer)) == len(answer.output_ids) == 30
+    assert len(sglang_messages.token_logprobs(answer)) == len(answer.output_ids) == 30
     assert len(told) > 1 and len(told[0]) < 8
-    assert wire.token_versions(answer, -1) == [0] * 30
+    assert sglang_messages.token_versions(answer, -1) == [0] * 30
 
 
 @pytest.mark.sglang_short

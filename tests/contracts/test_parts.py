@@ -30,8 +30,8 @@ from arealite.api.reward import (
 )
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
+from tests.ext.games import players
 from tests.fakes.foreign import ADAPTERS, installed
-from tests.impl.env.games import players
 
 KINDS: list[tuple[Any, type, type | None]] = [
     (agents, Agent, AgentConfig),
@@ -90,7 +90,7 @@ async def test_reward_scores_a_right_answer_above_a_wrong_one(name: str):
 
 
 SERVICES = {"wandb", "trackio"}
-"""Loggers that need a service's package; see tests/impl/logger/test_services.py."""
+"""Loggers that need a service's package; see tests/ext/loggers/test_services.py."""
 
 
 @pytest.mark.parametrize("name", [n for n in built_in(loggers) if n not in SERVICES])

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from arealite.api.browser_config import BrowserConfig
-from arealite.impl.env.requests.play import make
+from arealite.ext.web.config import BrowserConfig
+from arealite.ext.wrappers.play import make
 from tests.contracts.test_env import ENVS
+from tests.ext.web.browser.sites import one_task
 from tests.fakes.env_servers import hosted
 from tests.fakes.foreign import ADAPTERS, installed
-from tests.impl.browser.sites import one_task
 
 FAMILIES = {
     "gymnasium/CliffWalking-v1": {"max_steps": 3},

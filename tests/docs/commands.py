@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, ServerConfig
-from arealite.api.env_server import EnvServerConfig
-from arealite.cli import collect, configs, evaluate, options, play, serve
-from arealite.cli.collect import CollectConfig
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+from arealite.cli import configs, options
 from arealite.cli.main import COMMANDS
 from arealite.cli.options import translate
+from arealite.ext.evaluation import collect, evaluate
+from arealite.ext.evaluation.collect import CollectConfig
+from arealite.ext.hosting import serve
+from arealite.ext.hosting.server_config import EnvServerConfig
+from arealite.ext.notebook import play_command
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
@@ -124,11 +127,11 @@ def example_options(script: str) -> list[str]:
 def check_config(name: str, words: list[str], command: Command) -> None:
     """Load the config without placeholders."""
     if name == "play":
-        played = play.parse(words)
-        words = [play.full_key(word, played.env) for word in played.words]
+        played = play_command.parse(words)
+        words = [play_command.full_key(word, played.env) for word in played.words]
         name, words = "train", [f"trainer.ppo.collector.env.type={played.env}", *words]
     if "--machine" in words:
-        check_script("arealite/cli/machine/command.py", words)
+        check_script("arealite/ext/machine/command.py", words)
     if name not in SCHEMAS or "--machine" in words:
         return
     if name == "launch":

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from arealite.impl.launcher import warm_parent
-from arealite.impl.launcher.warm_parent import HEADER, Request
+from arealite.ext.warm_start import parent
+from arealite.ext.warm_start.parent import HEADER, Request
 from tests.forks import FIXED, IMPORTS, ROOT
 from tests.waiting import until
 
@@ -37,7 +37,7 @@ def start() -> str:
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.docs.fork_server", str(folder / "socket")],
         cwd=ROOT,
-        env=os.environ | FIXED | {warm_parent.BLAS_THREADS: "1", "HOME": str(folder / "home")},
+        env=os.environ | FIXED | {parent.BLAS_THREADS: "1", "HOME": str(folder / "home")},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -68,8 +68,8 @@ def main() -> None:
         request = serve(listener)
     while request is not None:
         try:
-            warm_parent.run(request)
-        except warm_parent.Forked as forked:  # a warm parent of the command has forked a role
+            parent.run(request)
+        except parent.Forked as forked:  # a warm parent of the command has forked a role
             request = forked.request
 
 

@@ -30,7 +30,7 @@ def uninstall() -> None:
 
 
 def is_guarded(command: Any) -> bool:
-    """Return whether a shell runs a command of AReaLite; see arealite.python.command."""
+    """Return whether a shell runs a command of AReaLite; see arealite.ext.notebook.command_line."""
     if not isinstance(command, Sequence) or isinstance(command, str):
         return False
     program = [sys.executable, "-m", "arealite.cli.main"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from tests.docs import tables, tutorial
 from tests.docs.tables import Row
 

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.impl.logger.names import describe
+from arealite.base.trial_files import RunPaths
+from arealite.impl.logger.metric_names import describe
 from tests.models import tiny_model
 from tests.waiting import until
 

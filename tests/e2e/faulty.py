@@ -10,9 +10,9 @@ from pathlib import Path
 from arealite.api.agent import Agent
 from arealite.api.env import envs
 from arealite.api.fields import opt
-from arealite.api.game_config import MathEnvConfig
 from arealite.api.task import Task
-from arealite.impl.env.math.env import MathEnv
+from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.env import MathEnv
 
 FOR_EVER = 10_000.0
 

@@ -14,9 +14,9 @@ from typing import Any
 from arealite.api.agent import Agent
 from arealite.api.env import envs
 from arealite.api.fields import opt
-from arealite.api.game_config import MathEnvConfig
 from arealite.api.task import Task
-from arealite.impl.env.math.env import MathEnv
+from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.env import MathEnv
 
 FILE = Path(__file__)
 

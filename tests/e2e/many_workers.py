@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.collector import AutoscaleConfig
-from arealite.api.config import ExperimentConfig
-from arealite.api.datapipe import DatapipeConfig
+from arealite.api.collector_config import AutoscaleConfig
+from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env import Env, envs
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.links.worker_link import WorkerLink
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment
 
@@ -90,7 +90,7 @@ def train_one_step(rank: Any) -> None:
 async def site(root: Path) -> None:
     """Run the datapipe: scale to WORKERS workers, then to one; write what was reached."""
     from arealite.api.trainer_messages import Finish, Published
-    from arealite.system.datapipe import scaling
+    from arealite.ext.scaling import scaling
     from arealite.system.datapipe.datapipe import Datapipe
     from arealite.system.links.trainer_link import TrainerLink
     from tests.system.scenes import in_thread

@@ -14,7 +14,7 @@ from typing import Any
 
 from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.turns import arrays, blake2b
-from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.client.sglang_client import SGLangClient
 
 generate, post = SGLangClient.generate, SGLangClient._post
 

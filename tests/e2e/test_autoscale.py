@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import spawned, until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
 from tests.e2e.conftest import Site
 from tests.models import tiny_model

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.impl.launcher.processes import free_port
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone

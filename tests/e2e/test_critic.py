@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.audit import audit
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site
 from tests.e2e.test_replay import REWARD

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import has_exited, until, until_exited
 from tools import soak

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site, all_gone
 from tests.waiting import until
 

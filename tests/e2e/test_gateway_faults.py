@@ -25,13 +25,13 @@ from transformers import AutoTokenizer
 from arealite.api.payloads import decode_segments
 from arealite.api.trajectory import Segment
 from arealite.api.turns import arrays, blake2b, decode_turn
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from tests.e2e import gated, sessions
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
+from tests.ext.sandbox.sandboxes import cell
 from tests.fakes.ports import held_port
-from tests.impl.sandbox.sandboxes import cell
 from tests.waiting import spawned, until, until_exited
 from tools import soak
 

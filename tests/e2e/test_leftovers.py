@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import TMPFS, RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import TMPFS, RunPaths
+from arealite.ext.audit.audit import audit
 from tests.e2e import stalled
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site, all_gone
 from tests.waiting import spawned, until

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
-from arealite.system.ledger.audit import AuditReport, audit
-from arealite.system.names.secret import read_secret
+from arealite.ext.audit.audit import AuditReport, audit
+from arealite.system.names.trial_secret import read_secret
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until, until_exited
 

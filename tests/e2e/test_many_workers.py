@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.impl.launcher import warm_modules
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
+from arealite.ext.warm_start import modules
 from tests.e2e.conftest import ROOT
 from tests.e2e.many_workers import EACH, WORKERS
 from tests.impl.launcher.test_local import ScriptedLauncher, after, launched, trains
@@ -37,9 +37,9 @@ def test_32_worker_processes_are_started_for_idle_servers_and_stopped_for_busy_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    of_run = warm_modules.of_run
+    of_run = modules.of_run
     without_torch = lambda config, has_torch: of_run(config, has_torch=False)  # noqa: E731
-    monkeypatch.setattr(warm_modules, "of_run", without_torch)  # workers check it
+    monkeypatch.setattr(modules, "of_run", without_torch)  # workers check it
     code, shown, launcher = launched(Launcher(tmp_path))
     logs = "\n".join(file.read_text() for file in launcher.paths.logs.glob("*.log"))
     assert code == 0, shown + logs

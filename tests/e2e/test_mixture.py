@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from tests.e2e.conftest import ROOT, Finished, Site
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]

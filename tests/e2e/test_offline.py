@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from arealite.base import config as base_config
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.e2e.test_replay import REWARD
@@ -31,7 +31,7 @@ HELD = """
 import time
 from pathlib import Path
 
-from arealite.impl.trainer.supervised import SFTTrainer
+from arealite.ext.offline.supervised import SFTTrainer
 from tests.e2e.gated import opened
 
 GATE, following = Path(__file__).with_name("gate"), SFTTrainer.next_batch

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from arealite.impl.launcher.processes import free_port
-from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site, all_gone
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]

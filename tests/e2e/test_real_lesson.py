@@ -16,8 +16,8 @@ PROGRAM = """
 import dataclasses, sys
 from pathlib import Path
 from arealite.base import outputs
-from arealite.cli.lesson import LessonRun
-from arealite.impl.demo.lessons import sums
+from arealite.ext.demo.lesson_command import LessonRun
+from arealite.ext.demo.lessons import sums
 
 outputs.protect()
 options = [word for word in sums.LESSON.options if "batch_size" not in word]

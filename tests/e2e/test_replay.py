@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 from arealite.api.payloads import decode_segments, encode_segments
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
-from arealite.system.ledger.payloads import payload_sum, whole_payload
+from arealite.system.ledger.payload_checks import payload_sum, whole_payload
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until

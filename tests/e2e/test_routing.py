@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site
 from tests.models import tiny_mixture
 

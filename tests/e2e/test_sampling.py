@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.system.data.samples import Samples
+from arealite.ext.evaluation.samples import Samples
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import until

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, all_gone
 from tools import soak
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from transformers.utils import logging
 
-from arealite.base.names import RunPaths
-from arealite.impl.demo import sorting
-from arealite.impl.demo.tiny_model import make_tiny_model
+from arealite.base.trial_files import RunPaths
+from arealite.ext.demo import sorting
+from arealite.ext.demo.tiny_model import make_tiny_model
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Finished, all_gone
 from tools import lesson
 

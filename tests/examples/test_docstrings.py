@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.names import RunPaths
-from arealite.system.ledger.audit import audit
+from arealite.base.trial_files import RunPaths
+from arealite.ext.audit.audit import audit
 from tests.docs import tutorial
 from tests.examples.conftest import EXAMPLES, LIMIT_S
 

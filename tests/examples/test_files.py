@@ -12,7 +12,7 @@ import pytest
 
 from arealite.cli import main
 from tests.examples.conftest import EXAMPLES
-from tests.impl.browser.sites import LACKING
+from tests.ext.web.browser.sites import LACKING
 from tests.models import tiny_model
 
 LOOPS = {"rl_loop": 210, "async_loop": 75}

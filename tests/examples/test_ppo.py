@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from arealite.base import config as base_config
-from arealite.system.ledger.audit import audit
-from arealite.system.names.secret import read_secret
+from arealite.ext.audit.audit import audit
+from arealite.system.names.trial_secret import read_secret
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished
 from tests.examples.conftest import LIMIT_S, Example
-from tests.impl.browser.sites import needs_chromium
+from tests.ext.web.browser.sites import needs_chromium
 from tests.waiting import until
 
 pytestmark = [pytest.mark.examples, pytest.mark.timeout(2 * LIMIT_S)]

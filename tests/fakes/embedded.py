@@ -10,11 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ModelConfig, ServerConfig
+from arealite.api.experiment_config import ModelConfig, ServerConfig
 from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.server.embedded import EmbeddedServer
-from arealite.impl.server.engine import Engine
+from arealite.ext.embedded.decode_loop import Engine
+from arealite.ext.embedded.embedded_server import EmbeddedServer
 
 
 class Brake:

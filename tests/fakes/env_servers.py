@@ -12,10 +12,10 @@ from aiohttp import web
 
 from arealite.api.agent import AgentConfig
 from arealite.api.env_config import EnvConfig
-from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import RuntimeConfig
-from arealite.impl.env_server.app import EnvServer
+from arealite.ext.hosting.server.env_app import EnvServer
+from arealite.ext.hosting.server_config import EnvServerConfig, EnvServerOptions
 from arealite.impl.rollout.collector import Collector
 from tests.fakes import env_hosts
 from tests.fakes.client import ScriptedClient, response

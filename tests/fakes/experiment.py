@@ -7,9 +7,9 @@ from typing import Any
 
 from arealite.api.agent import AgentConfig
 from arealite.api.agent_config import MathCodeSingleStepConfig
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.collector_config import CollectorConfig
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from arealite.api.browser_config import BrowserConfig
-from arealite.api.sandbox import SandboxConfig
-from tests.impl.browser.sites import needs_chromium
+from arealite.ext.sandbox.config import SandboxConfig
+from arealite.ext.web.config import BrowserConfig
+from tests.ext.web.browser.sites import needs_chromium
 
 ADAPTERS = {
     "browser": {
@@ -20,7 +20,7 @@ ADAPTERS = {
         "browser": BrowserConfig(contexts=4, timeout_s=60.0),
     },
     "code": {"sandbox": SandboxConfig(backend="unsafe", concurrency=4, timeout_s=60.0)},
-    "harness": {"run": "tests.impl.env.harness.agents:number"},
+    "harness": {"run": "tests.ext.harness.agents:number"},
     "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
     "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
     "reasoning_gym": {"dataset": "chain_sum"},

@@ -13,12 +13,12 @@ import aiohttp
 
 from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
-from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
 from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
-from arealite.impl.gateway.gateway import Gateway
-from arealite.impl.gateway.session import Session
+from arealite.ext.gateway.config import GatewayConfig
+from arealite.ext.gateway.gateway import Gateway
+from arealite.ext.gateway.session import Session
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
-from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.api.payloads import decode_segments
 from arealite.api.trajectory import Segment
 from arealite.api.trial import TrialConfig
-from arealite.impl.gateway.gateway import Gateway
-from arealite.impl.gateway.session import Session
+from arealite.ext.gateway.config import GatewayConfig
+from arealite.ext.gateway.gateway import Gateway
+from arealite.ext.gateway.session import Session
 from arealite.impl.rollout.collector import NothingGenerated, make_trajectory
 from tests.fakes.chat_families import tokenizer_of
 from tests.fakes.experiment import lease

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ModelConfig, ServerConfig
+from arealite.api.experiment_config import ModelConfig, ServerConfig
 from arealite.api.llm_server import LLMServerConfig, SGLangServerConfig
 from arealite.api.trial import ClusterConfig
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from arealite.impl.gateway.session import Session
+from arealite.ext.gateway.session import Session
 
 SCHEMA = {
     "add": {

@@ -284,7 +284,7 @@ def check_shared(case: Case) -> None:
 
 async def serve(case: Case, engine: FSDPEngine, out: Path | None) -> None:
     """Serve a folder; with `out`, publish the weights of `engine` to the server, too."""
-    from arealite.impl.server.embedded import EmbeddedServer
+    from arealite.ext.embedded.embedded_server import EmbeddedServer
 
     config = server_config(case.path, case.folder / "names", max_running_requests=4)
     settings = {"timeout_s": 5.0, "disk": DiskPublisherConfig(dir=str(case.folder / "staged"))}

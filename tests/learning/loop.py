@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.payloads import encode_segments
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, TrainerReady
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.config import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
-from arealite.impl.server.decoder import Decoder
-from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.weights import load_model
+from arealite.ext.embedded.decoder import Decoder
+from arealite.ext.embedded.generation import Generation, SamplingParams
+from arealite.ext.embedded.weight_loading import load_model
 from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 
 MAX_NEW_TOKENS, STOP = 8, 1
 SETTINGS = [

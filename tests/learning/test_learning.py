@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from arealite.cli.configs import CONFIG_DIR
-from arealite.impl.demo.sorting import make_kit
+from arealite.ext.demo.sorting import make_kit
 from arealite.impl.trainer.batch import Trajectory
 from tests.learning.loop import learn
 

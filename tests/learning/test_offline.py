@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from arealite.api.config import (
+from arealite.api.engine_config import OptimizerConfig
+from arealite.api.experiment_config import (
     DatasetConfig,
     ExperimentConfig,
     LoggerConfig,
     ModelConfig,
     run_paths,
 )
-from arealite.api.engine_config import OptimizerConfig
-from arealite.api.offline import OfflineConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.api.trial import ClusterConfig
-from arealite.impl.demo.sorting import SHAPE, answer, draw, held_out, question
-from arealite.impl.demo.tiny_model import make_tiny_model
+from arealite.ext.demo.sorting import SHAPE, answer, draw, held_out, question
+from arealite.ext.demo.tiny_model import make_tiny_model
+from arealite.ext.offline.config import OfflineConfig
 from tests.system.data.test_dataset import jsonl
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from arealite.api.config import ExperimentConfig, ModelConfig, name_dir
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
 from arealite.api.llm import SGLangClientConfig as Options
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client import wire
-from arealite.impl.client.routing import Server
-from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.client import sglang_messages
+from arealite.impl.client.server_choice import Server
+from arealite.impl.client.sglang_client import SGLangClient
 from arealite.impl.rollout.worker import RolloutWorker
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.fakes import experiment as small
 from tests.impl.rollout import worlds
 from tests.impl.rollout.test_worker import FakeLink
@@ -67,14 +67,14 @@ class Rollout:
         self.answers: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         self.following: dict[str, asyncio.Task[None]] = {}
         self._leased = 0
-        decode = wire.decode_answer
+        decode = sglang_messages.decode_answer
 
-        def remember(raw: bytes) -> wire.Answer:
+        def remember(raw: bytes) -> sglang_messages.Answer:
             answer = json.loads(raw)
             self.answers[answer["meta_info"]["id"].rpartition("~")[0]].append(answer)
             return decode(raw)
 
-        monkeypatch.setattr(wire, "decode_answer", remember)
+        monkeypatch.setattr(sglang_messages, "decode_answer", remember)
 
     def add(self, server: SharedServer, **fields: Any) -> None:
         """Register a server and renew its entry, as its supervisor does."""

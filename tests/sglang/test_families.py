@@ -13,7 +13,7 @@ import pytest
 from arealite.api.publisher_config import DiskPublisherConfig
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.distributed import DistributedPublisher
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.families.checks import Case, compare_answers, load, quiet
 from tests.impl.engine.conftest import group as group
 from tests.impl.engine.helpers import LOSS

@@ -25,7 +25,7 @@ from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.impl.publisher.sites import publishing
 from tests.sglang.shared import SharedServer, call, shared_server
 from tests.waiting import until

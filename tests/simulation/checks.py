@@ -12,7 +12,7 @@ from zlib import crc32
 
 from arealite.api.rollout_messages import Ack, Episode, Result
 from arealite.api.trainer_messages import Batch
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
 from arealite.system.links import wire
 from tests.simulation.network import SimSocket

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arealite.api.agent import AgentConfig
-from arealite.api.config import ExperimentConfig
-from arealite.api.datapipe import CurriculumConfig, DatapipeConfig
+from arealite.api.datapipe_config import CurriculumConfig, DatapipeConfig
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 
 FAULTS = {

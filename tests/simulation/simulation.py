@@ -22,7 +22,7 @@ from typing import Any
 
 import structlog
 
-from arealite.api.config import run_paths
+from arealite.api.experiment_config import run_paths
 from arealite.base.errors import ArealiteError
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.datapipe.datapipe import Datapipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from tests.system.live import Live, StartPipe
 from tests.system.scenes import experiment
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import zmq
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe import datapipe

@@ -14,8 +14,8 @@ from typing import Any
 
 import zmq
 
-from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.datapipe import DatapipeConfig
+from arealite.api.datapipe_config import DatapipeConfig
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from arealite.base.data import read_toml
-from arealite.cli.machine import command
+from arealite.ext.machine import command
 from tools import cuda_lines
 
 

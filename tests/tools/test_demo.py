@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.base import config as base_config
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from tests.waiting import until_exited
 from tools import demo
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from arealite.algo.prefix_tree import prefix_forest
-from arealite.impl.engine.batch import input_items
+from arealite.impl.engine.micro_batches import input_items
 from tests.waiting import has_exited, until, until_exited
 from tools import bench_trl, gpu_async, gpu_day, gpu_training, qwen_shapes, timed_parts
 from tools.timed_parts import Day, Part

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import SamplingConfig
 from arealite.cli import configs, options
 from tests.e2e.conftest import write_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from arealite.impl.demo.tiny_model import TinyModel, make_tokenizer
+from arealite.ext.demo.tiny_model import TinyModel, make_tokenizer
 from tools.lesson import Lesson, encode, make_kit, pad
 
 SHAPE = TinyModel(hidden=32, layers=1, alphabet="ab=", context=16)

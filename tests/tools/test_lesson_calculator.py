@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from arealite.api.observation import ToolCall
-from arealite.impl.demo.tiny_model import make_tokenizer
-from arealite.impl.gateway.families import HERMES
-from arealite.impl.gateway.parser import read_calls
-from arealite.impl.tool.calculator import evaluate
+from arealite.ext.demo.tiny_model import make_tokenizer
+from arealite.ext.gateway.families import HERMES
+from arealite.ext.gateway.parser import read_calls
+from arealite.ext.tools.calculator import evaluate
 from tools.lesson import encode
 from tools.lessons.calculator import LESSON
 

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 import arealite
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
 from arealite.cli.main import COMMANDS
-from arealite.impl.logger.names import catalogue
-from tests.impl.browser.sites import needs_chromium
+from arealite.impl.logger.metric_names import catalogue
+from tests.ext.web.browser.sites import needs_chromium
 from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]

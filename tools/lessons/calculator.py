@@ -11,9 +11,9 @@ import random
 from itertools import islice
 from typing import Any
 
-from arealite.api.tool_config import ArithmeticConfig
-from arealite.impl.demo.tiny_model import TinyModel
-from arealite.impl.env.tools import arithmetic
+from arealite.ext.demo.tiny_model import TinyModel
+from arealite.ext.tools.config import ArithmeticConfig
+from arealite.ext.tools.env import arithmetic
 from tools.lesson import Example, Lesson
 
 OPEN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from arealite.impl.demo.tiny_model import TinyModel
+from arealite.ext.demo.tiny_model import TinyModel
 from tools.lesson import Example, Lesson
 
 WORDS = ("Goal: Click ", "the button", "button ", '"Click Me!"', '"ONE"', '"TWO"', " ONE", "click ")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from arealite.impl.demo.tiny_model import TinyModel
-from arealite.impl.env.code.tasks import one_line
+from arealite.ext.code.code_tasks import one_line
+from arealite.ext.demo.tiny_model import TinyModel
 from tools.lesson import Example, Lesson
 
 SIGNS = "+-*%"

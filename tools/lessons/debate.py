@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from arealite.impl.demo.tiny_model import TinyModel
+from arealite.ext.demo.tiny_model import TinyModel
 from tools.lesson import Example, Lesson
 
 COUNT = "because therefore thus study data survey first next finally however"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 
-from arealite.api.game_config import TicTacToeConfig
-from arealite.impl.demo.tiny_model import TinyModel
-from arealite.impl.env.games.tic_tac_toe import SQUARES, TicTacToeEnv
+from arealite.ext.demo.tiny_model import TinyModel
+from arealite.ext.games.config import TicTacToeConfig
+from arealite.ext.games.tic_tac_toe import SQUARES, TicTacToeEnv
 from tools.lesson import Example, Lesson
 
 GAME = TicTacToeEnv(None, TicTacToeConfig(rules="{seat}"))

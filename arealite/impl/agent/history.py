@@ -112,7 +112,7 @@ class History:
     @cached_property
     def has_channels(self) -> bool:
         """Whether the template writes each message of an answer into a channel, as GPT-OSS'."""
-        from arealite.impl.gateway.families import family_of  # agents start without it
+        from arealite.ext.gateway.families import family_of  # agents start without it
 
         return family_of(self.tokenizer).has_channels
 
@@ -125,13 +125,17 @@ class History:
         Raises:
             UserError: The template refuses the new messages, too.
         """
-        from arealite.impl.gateway import exchange, families, rendering  # imports this module
+        from arealite.ext.gateway import (
+            families,
+            rendering,
+            request_data,  # imports this module
+        )
 
         calls = list[Any]()
         for message in new_messages:
             if message["role"] == "tool":
                 call_id = message.get("tool_call_id")
-                calls.append(exchange.function_call(call_id, message.get("name"), {}))
+                calls.append(request_data.function_call(call_id, message.get("name"), {}))
         answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
         renderer = rendering.Renderer(self.tokenizer, families.family_of(self.tokenizer))
         kinds = rendering.TOOLS if self.tools else 0

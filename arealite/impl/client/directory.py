@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from arealite.base import log
 from arealite.base.errors import InvariantError
-from arealite.impl.client.routing import Router, Server
-from arealite.impl.client.wire import parse_version
-from arealite.system.names.registry import Entry, NameRegistry
+from arealite.impl.client.server_choice import Router, Server
+from arealite.impl.client.sglang_messages import parse_version
+from arealite.system.names.name_registry import Entry, NameRegistry
 
 logger = log.get(__name__)
 

@@ -19,9 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from arealite.base.errors import UserError
 from arealite.base.log import get
-from arealite.impl.engine.batch import collate
+from arealite.ext.models.tree_attention import PrefixTree, TreeAttention
 from arealite.impl.engine.head import decoder_of
-from arealite.impl.engine.tree_attention import PrefixTree, TreeAttention
+from arealite.impl.engine.micro_batches import collate
 
 log = get(__name__)
 NAME = "arealite_packed"

@@ -27,15 +27,16 @@ from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
-from arealite.impl.engine import attention, checkpoint, loading, lora
+from arealite.ext.models import lora
+from arealite.ext.models.context_parallel import ContextGroup
+from arealite.ext.models.expert_routing import Balance, Routing
+from arealite.impl.engine import attention, checkpoint, loading
 from arealite.impl.engine import model as models
-from arealite.impl.engine.batch import MicroBatch, collate, input_items, scatter
-from arealite.impl.engine.context_parallel import ContextGroup
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
+from arealite.impl.engine.micro_batches import MicroBatch, collate, input_items, scatter
 from arealite.impl.engine.optimizer import Optimizer
-from arealite.impl.engine.routing import Balance, Routing
-from arealite.impl.weights.names import TensorNames
+from arealite.impl.weights.tensor_names import TensorNames
 
 log = get(__name__)
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from transformers.modeling_utils import PreTrainedModel as Model
 from arealite.algo import linear
 from arealite.api.engine import Head
 from arealite.base.errors import UserError, one_line
-from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
-from arealite.impl.weights.names import SCORE, TensorNames
+from arealite.ext.models.lora import ADAPTER, file_name, fill, first_value, state_tensors
+from arealite.impl.weights.tensor_names import SCORE, TensorNames
 
 DTYPES = {
     "float32": torch.float32,

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from arealite.algo.logprobs import Head as OutputHead
 from arealite.algo.logprobs import token_logprobs
 from arealite.base.errors import UserError
-from arealite.impl.engine.batch import MicroBatch
 from arealite.impl.engine.head import decoder_of, logit_change
 from arealite.impl.engine.loading import keeps_float32
+from arealite.impl.engine.micro_batches import MicroBatch
 
 
 class LogprobModel(nn.Module):

@@ -14,24 +14,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
-from arealite.base.names import TMPFS
 from arealite.base.signals import on_stop
-from arealite.impl.launcher import processes, supervisor, warm_modules, warm_starts
+from arealite.base.trial_files import TMPFS
+from arealite.ext.audit.audit import audit
+from arealite.ext.view.explain import explain
+from arealite.ext.view.snapshot import is_alive
+from arealite.ext.warm_start import modules, starts
+from arealite.ext.warm_start.starts import WarmParent
+from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
-from arealite.impl.launcher.warm_starts import WarmParent
 from arealite.system.health import vitals, waits
 from arealite.system.health.diagnosis import Finding, examine, read_roles
-from arealite.system.health.explain import explain
-from arealite.system.health.snapshot import is_alive
 from arealite.system.health.vitals import STACKS_REQUEST
-from arealite.system.ledger.audit import audit
 from arealite.system.locks import remove_unlocked
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 REFRESH_S = 0.5
 REPORTED = ("dead", "crashing")
@@ -109,7 +110,7 @@ class LocalLauncher(Launcher, Supervisor):
         on_stop(loop, self._on_stop)
         vitals.watch(loop)
         if self.config.view.web:
-            from arealite.impl.view.live import serve  # imports aiohttp
+            from arealite.ext.view.live import serve  # imports aiohttp
 
             self._page = asyncio.ensure_future(serve(self.paths, self.config.view.port, self.say))
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
@@ -197,9 +198,9 @@ class LocalLauncher(Launcher, Supervisor):
                 self.options.llm_servers,
                 ranks=self.local_ranks,
             )
-        if self.warm is None and not self.is_remote and warm_starts.can_start(words):
+        if self.warm is None and not self.is_remote and starts.can_start(words):
             has_torch = self.trainer in self.roles or self.options.llm_servers > 0
-            self.warm = warm_modules.of_run(self.config, has_torch=has_torch)
+            self.warm = modules.of_run(self.config, has_torch=has_torch)
         if self.warm is None:
             return await processes.spawn(name, words, log=log, environment=env)
         return await self.warm.start_role(
@@ -207,7 +208,7 @@ class LocalLauncher(Launcher, Supervisor):
             words,
             log=log,
             env=env,
-            stage=warm_modules.STAGE_OF_ROLE.get(role, warm_modules.LAST_STAGE),
+            stage=modules.STAGE_OF_ROLE.get(role, modules.LAST_STAGE),
         )
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.base.signals import ignore_other_stops
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.live import Live
 
-from arealite.base.names import RunPaths
 from arealite.base.printable import guard_output
-from arealite.impl.view.terminal import Terminal
-from arealite.system.health.snapshot import Metrics, RunReader, is_step
+from arealite.base.trial_files import RunPaths
+from arealite.ext.view.snapshot import Metrics, RunReader, is_step
+from arealite.ext.view.terminal import Terminal
 
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),

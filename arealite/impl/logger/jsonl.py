@@ -11,8 +11,8 @@ from typing import Any
 
 from arealite.api.logger import MetricLogger
 from arealite.base.files import replacing
-from arealite.base.names import RunPaths
-from arealite.system.health.snapshot import is_step
+from arealite.base.trial_files import RunPaths
+from arealite.ext.view.snapshot import is_step
 
 
 class JSONLLogger(MetricLogger):

@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 
 from arealite.api.publisher import PublishReport
 from arealite.base.errors import RoleError, UserError
-from arealite.base.names import TMPFS
-from arealite.base.places import check_address
+from arealite.base.folder_checks import check_address
+from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.weights.buckets import Named
 from arealite.system.locks import make_locked
-from arealite.system.names.registry import Entry
+from arealite.system.names.name_registry import Entry
 
 
 class DiskPublisher(ServersPublisher):

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
+from arealite.ext.embedded.decode_loop import resolve
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import GRACE_S, OnAll, PartialUpdate, Servers, ServersPublisher
-from arealite.impl.server.engine import resolve
-from arealite.impl.weights import group as groups
+from arealite.impl.weights import process_group as groups
 from arealite.impl.weights.buckets import Bucket, Named, pack
 from arealite.system.health.waits import Wait
 

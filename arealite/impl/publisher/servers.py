@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import aiohttp
 
-from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
@@ -28,7 +28,7 @@ from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, Serve
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
 from arealite.system.health.waits import cancel_all
-from arealite.system.names.registry import Entry, NameRegistry
+from arealite.system.names.name_registry import Entry, NameRegistry
 
 logger = log.get(__name__)
 

@@ -25,7 +25,7 @@ from arealite.base import outputs
 from arealite.base.errors import EpisodeError, RewardTimeout, UserError
 from arealite.base.printable import guard_output
 from arealite.base.registry import import_function, import_user_module
-from arealite.impl.reward.checker import die_with_parent
+from arealite.ext.math.checker import die_with_parent
 
 OPTION = "reward.function.paths"
 READY = 0

@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
-from arealite.api.collector import PartConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.collector_config import PartConfig
 from arealite.api.env import Env
 from arealite.api.episode import Seat
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient
 from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
@@ -28,11 +28,11 @@ from arealite.api.turns import Turn, blake2b
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
-from arealite.impl.env_client import make_env
+from arealite.ext.hosting.client import make_env
 from arealite.impl.rollout.failures import FATAL, PLACE, make_failure, root_error
-from arealite.impl.rollout.resume import recorded_turns, unsent_turns
+from arealite.impl.rollout.resumed_turns import recorded_turns, unsent_turns
 from arealite.system.health.waits import Wait, is_cancelled
-from arealite.system.ledger.payloads import payload_sum
+from arealite.system.ledger.payload_checks import payload_sum
 
 if TYPE_CHECKING:
     from arealite.base.tokenizer import Tokenizer

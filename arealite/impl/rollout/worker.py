@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
@@ -24,7 +24,7 @@ from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervis
 from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health import vitals
 from arealite.system.health.waits import Wait
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 logger = log.get(__name__)
 

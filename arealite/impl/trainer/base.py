@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer import Trainer
 from arealite.base import log
 from arealite.base.errors import UserError
@@ -18,7 +18,7 @@ from arealite.base.signals import is_repeated_hangup, stop_signals
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.components import Components, LoadEngines, build_components
 from arealite.impl.trainer.metrics import Metrics, Stopwatch
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 
 logger = log.get(__name__)
 ByFolder = Mapping[str, TrainEngine]

@@ -22,8 +22,8 @@ from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
-from arealite.impl.trainer.world import World
-from arealite.system.ledger.payloads import find_mismatch
+from arealite.impl.trainer.rank_group import World
+from arealite.system.ledger.payload_checks import find_mismatch
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)

@@ -16,7 +16,7 @@ from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
 from arealite.api.trainer import PPOConfig
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, Trajectory
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 
 
 def compute_advantages(

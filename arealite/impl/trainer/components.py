@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
-from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import Head, TrainEngine, Training, engines
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
+from arealite.ext.self_check.check import self_check
 from arealite.impl.logger.isolated import IsolatedLogger
-from arealite.impl.self_check.check import self_check
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from arealite.system.links.trainer_link import TrainerLink
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 
 @dataclass(kw_only=True)

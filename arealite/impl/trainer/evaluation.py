@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.trainer_messages import Waiting
 from arealite.base import log
 from arealite.impl.trainer.metrics import Metrics, in_group

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api import trainer_messages as messages
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log

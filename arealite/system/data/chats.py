@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.payloads import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
+from arealite.ext.offline.examples import Example, Row, RowEncoder
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.examples import Example, Row, RowEncoder
 from arealite.system.data.forms import chat_row, renamed
 from arealite.system.data.sources import is_saved, parquet_columns, read_rows
 from arealite.system.ledger.ledger import open_read_only
-from arealite.system.ledger.payloads import whole_payload
+from arealite.system.ledger.payload_checks import whole_payload
 
 COLUMNS = (
     "messages",

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 from msgspec import structs
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 from arealite.system.data.forms import TASK, Columns, check_prompt, no_prompt, renamed, task_form

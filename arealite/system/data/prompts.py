@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.agent import agents, load_tokenizer
-from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.observation import ChatMessage, messages
 from arealite.api.task import Task
 from arealite.base.errors import UserError

@@ -19,7 +19,7 @@ import msgspec
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import import_optional
 from arealite.base.registry import unknown
-from arealite.system.data.values import arrow_rows, plain_row, rows_of
+from arealite.system.data.plain_values import arrow_rows, plain_row, rows_of
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

@@ -10,18 +10,18 @@ from itertools import cycle, islice, product
 
 from msgspec import structs
 
-from arealite.api.collector import PartConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.collector_config import PartConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.chats import read_dataset
 from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
 from arealite.system.data.forms import chat_form, task_form
+from arealite.system.data.plain_values import plain_row
 from arealite.system.data.sources import read_rows
-from arealite.system.data.values import plain_row
 
 SHOWN = 60
 """Characters of a prompt or ground truth that `arealite check` shows."""

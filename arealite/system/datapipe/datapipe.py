@@ -19,7 +19,7 @@ from zlib import crc32
 import msgspec
 import zmq
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.payloads import drop_repeated_prompts, restore_prompts
 from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
 from arealite.api.task import Task
@@ -27,20 +27,20 @@ from arealite.api.trainer_messages import BatchRequest, Checkpointed, Finish, Fr
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_json, vocab_size
+from arealite.ext.scaling.scaling import Scaling
 from arealite.system.data.dataset import identity
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.filtered import REPORTED_FROM, FilterWait
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.intake import DECODE_ERRORS, Intake, ResultIds, decode
-from arealite.system.datapipe.scaling import Scaling
+from arealite.system.datapipe.ledger_upkeep import Upkeep
+from arealite.system.datapipe.message_checks import DECODE_ERRORS, Intake, ResultIds, decode
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
-from arealite.system.datapipe.upkeep import Upkeep
 from arealite.system.datapipe.workers import ActiveLease, Worker, Workers
 from arealite.system.ledger.group import too_many_failures
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
 from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links import wire
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 logger = log.get(__name__)
 

@@ -10,11 +10,11 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.algo import staleness
-from arealite.api.datapipe import CurriculumConfig
+from arealite.api.datapipe_config import CurriculumConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
-from arealite.system.datapipe.curriculum import Curriculum
+from arealite.ext.curriculum.curriculum import Curriculum
 from arealite.system.datapipe.filtered import STALE, FilterStreak
 from arealite.system.ledger.group import LOST, Group, can_recompose
 from arealite.system.ledger.ledger import Ledger, meta_number

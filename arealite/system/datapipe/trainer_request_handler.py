@@ -17,7 +17,7 @@ import msgspec
 
 from arealite.algo.partition import batch_for_rank
 from arealite.api import trainer_messages as messages
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
@@ -25,7 +25,7 @@ from arealite.base.errors import InvariantError
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.idle_time import SHARE_WINDOW_S, IdleClock, slow_episodes
-from arealite.system.datapipe.intake import Rejections
+from arealite.system.datapipe.message_checks import Rejections
 from arealite.system.datapipe.workers import Workers
 from arealite.system.health import vitals
 from arealite.system.ledger.group import Group

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import msgspec
 
 from arealite.base.errors import UserError
-from arealite.base.places import check_folder
+from arealite.base.folder_checks import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.vitals import BEAT_S, Vitals, Waits, cpu_times, process_state
 from arealite.system.health.waits import (

@@ -33,7 +33,7 @@ from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.ledger import schema
 from arealite.system.ledger.group import Group
-from arealite.system.ledger.payloads import REFERENCE, whole_payload
+from arealite.system.ledger.payload_checks import REFERENCE, whole_payload
 
 logger = log.get(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from blockbuster import blockbuster_ctx
 
-from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.experiment_config import ExperimentConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, SGLangClientConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang import SGLangClient
-from arealite.system.names.registry import NameRegistry
+from arealite.impl.client.sglang_client import SGLangClient
+from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 
 

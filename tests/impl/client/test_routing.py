@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from arealite.base.errors import DeadlineError
-from arealite.impl.client import routing
-from arealite.impl.client.routing import Router, Server
+from arealite.impl.client import server_choice
+from arealite.impl.client.server_choice import Router, Server
 from arealite.system.health.waits import Wait
 
 
@@ -57,7 +57,7 @@ def test_failed_server_is_avoided_if_another_exists() -> None:
 
 
 def test_number_of_remembered_groups_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "STICKY_GROUPS", 3)
+    monkeypatch.setattr(server_choice, "STICKY_GROUPS", 3)
     made = router(0)
     for group in range(10):
         made.pick(str(group), 0)

@@ -18,8 +18,8 @@ from arealite.base.errors import (
     InvariantError,
     ServerUnavailable,
 )
-from arealite.impl.client import sglang
-from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.client import sglang_client
+from arealite.impl.client.sglang_client import SGLangClient
 from arealite.system.health.waits import table
 from tests.fakes.sglang import FakeSGLang, next_letter
 from tests.impl.client.conftest import request
@@ -364,7 +364,7 @@ async def test_server_error_is_retried_at_another_server(site) -> None:
 
 
 async def test_number_of_server_errors_is_bounded(site, monkeypatch) -> None:
-    monkeypatch.setattr(sglang, "MAX_SERVER_ERRORS", 3)
+    monkeypatch.setattr(sglang_client, "MAX_SERVER_ERRORS", 3)
     async with site() as s:
         s.servers[0].fail_next("500", count=10)
         with pytest.raises(ServerUnavailable, match="scripted 500"):
@@ -373,7 +373,7 @@ async def test_number_of_server_errors_is_bounded(site, monkeypatch) -> None:
 
 
 async def test_malformed_answer_counts_as_a_server_error(site, monkeypatch) -> None:
-    monkeypatch.setattr(sglang, "MAX_SERVER_ERRORS", 2)
+    monkeypatch.setattr(sglang_client, "MAX_SERVER_ERRORS", 2)
     async with site({}, {}) as s:
         s.servers[0]._answer = lambda job: {"output_ids": "many"}
         assert (await s.generate()).stop_reason == "length"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
 from arealite.base.errors import GenerationRefused, InvariantError
-from arealite.impl.client import wire
+from arealite.impl.client import sglang_messages
 from tests.impl.client.conftest import request
 from tests.impl.client.test_sglang import expected, post, push
 from tests.waiting import eventually
@@ -205,7 +205,7 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
     raw = b"".join(events(ids, ends, disjoint=disjoint, queue=data.draw(st.booleans())))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(raw) - 1), max_size=9)))
     told = Told()
-    stream = wire.Stream(
+    stream = sglang_messages.Stream(
         LLMRequest(
             request_id="r",
             group_id="g",
@@ -219,12 +219,12 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
     answer = stream.answer
     assert answer is not None
     assert told.ids == answer.output_ids == ids[: ends[-1]]
-    assert wire.token_logprobs(answer) == [-token / 8 for token in told.ids]
-    assert wire.token_versions(answer, 0) == [7] * len(told.ids)
+    assert sglang_messages.token_logprobs(answer) == [-token / 8 for token in told.ids]
+    assert sglang_messages.token_versions(answer, 0) == [7] * len(told.ids)
 
 
 def test_stream_whose_logprobs_belong_to_other_tokens_is_refused() -> None:
-    stream = wire.Stream(request(on_tokens=Told().append))
+    stream = sglang_messages.Stream(request(on_tokens=Told().append))
     stream.feed(event([1, 2], [1, 2], total=2))
     with pytest.raises(InvariantError, match="do not belong to them"):
         stream.feed(event([3], [4], total=3))

@@ -17,7 +17,7 @@ from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
 from arealite.base.model_folder import experts_of, read_json
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.trainer.base import read_engines, write_engines
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
 FIELDS = ("behav_logprobs", "prox_logprobs", "advantages")

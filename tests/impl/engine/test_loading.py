@@ -16,14 +16,14 @@ from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_shapes, read_shapes
-from arealite.impl.server.decoder import Decoder
-from arealite.impl.server.weights import ServedWeights, load_model, stage_weights
+from arealite.ext.embedded.decoder import Decoder
+from arealite.ext.embedded.weight_loading import ServedWeights, load_model, stage_weights
+from tests.ext.embedded.test_decoder import check_logprobs as check_generated
+from tests.ext.embedded.test_decoder import make_generation, prompts, run
 from tests.impl.engine.helpers import LOSS, make_engine, make_rows, weights
 from tests.impl.engine.test_fsdp_one_rank import plain
 from tests.impl.engine.test_fsdp_ranks import launch, results
 from tests.impl.engine.worker import UNEVEN
-from tests.impl.server.test_decoder import check_logprobs as check_generated
-from tests.impl.server.test_decoder import make_generation, prompts, run
 from tests.models import tiny_mixture, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("group")

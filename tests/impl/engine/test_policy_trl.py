@@ -18,9 +18,9 @@ import torch
 from arealite.algo.losses import make_policy_loss
 from arealite.algo.reduction import token_weights
 from arealite.api.algorithm import KLConfig, LossConfig
-from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import assert_close, weights

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
+from arealite.ext.audit.audit import AuditReport, Balance
 from arealite.impl.launcher import local, supervisor
 from arealite.system.health import waits
 from arealite.system.health.diagnosis import examine
-from arealite.system.ledger.audit import AuditReport, Balance
 
 NONE = Balance(offered=0, trained=0, filtered=0, buffered=0, in_flight=0)
 BALANCED = AuditReport(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from arealite.impl.launcher import warm_parent
+from arealite.ext.warm_start import parent
 
 WARM_PARENT = os.getpid()
 
@@ -58,7 +58,7 @@ def in_between() -> None:
 
 
 POINTS: dict[str, Callable[[], object]] = {
-    "at the request": lambda: before("can_fork", die, of=warm_parent),
+    "at the request": lambda: before("can_fork", die, of=parent),
     "in between": in_between,
     "in the role": lambda: (
         before("waitpid", lambda: select.select([], [], [])),
@@ -66,7 +66,7 @@ POINTS: dict[str, Callable[[], object]] = {
     ),
     "after the fork": lambda: after("waitpid", die),
     "after the start": lambda: after("read", die),
-    "hangs": lambda: before("can_fork", hang, of=warm_parent),
+    "hangs": lambda: before("can_fork", hang, of=parent),
     "thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
     "cuda": lambda: sys.modules.update(
         torch=SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))  # type: ignore[dict-item]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.api.trial import ClusterConfig
-from arealite.base.names import TMPFS
+from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher.local import clear_leftovers
 from arealite.system.locks import lock_folder
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.impl.launcher.test_starting import launched, showing
 from tests.system.health.living import IDLE, MY_START, living, show
@@ -25,7 +25,7 @@ from tests.waiting import until, until_exited
 
 STAGES = """
 import threading
-from arealite.base.names import TMPFS
+from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.locks import lock_folder
 die_with_parent()

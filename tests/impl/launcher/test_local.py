@@ -17,15 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.api.config import DatasetConfig, ExperimentConfig
+from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
+from arealite.ext.audit.audit import audit
 from arealite.impl.launcher import local, processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
-from arealite.system.ledger.audit import audit
 from tests.waiting import has_exited, until, until_exited
 
 RUN = """

@@ -15,7 +15,7 @@ from tests.waiting import has_exited, spawned, until, until_exited
 
 RUN = """
 import sys
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher import server, supervisor
 supervisor.PAUSES_S = (0.0, 0.02)
@@ -32,9 +32,9 @@ open(lives, "a").write(f"{os.getpid()}\\n")
 life = len(open(lives).read().split())
 """
 NAMED = """
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 names = NameRegistry.of(ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1])))
 names.put("llm_server", f"x-{os.getpid()}", {"pid": os.getpid(), "host": "127.0.0.1"})
 """

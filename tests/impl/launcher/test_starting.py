@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from arealite.cli.main import main
-from arealite.system.health import explain
+from arealite.ext.view import explain
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.waiting import spawned, until
 
@@ -44,7 +44,7 @@ DIES = "raise ExceptionGroup('in a TaskGroup', [ValueError('no such card')])\n"
 REASON = "ValueError: no such card"
 SERVER = """
 import os, sys
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher import server, supervisor
 supervisor.PAUSES_S = (0.0, 600.0)

@@ -18,7 +18,7 @@ from tests.impl.launcher.test_local import SUICIDE, ScriptedLauncher, launched, 
 DATAPIPE = """
 import os, time
 from pathlib import Path
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 names, desired = NameRegistry(root=Path("{names}")), Path("{root}/desired")
 while not os.path.exists("{root}/done"):
     if desired.exists(): names.put("datapipe", "0", {{"workers": int(desired.read_text())}})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import ExperimentConfig, LoggerConfig
+from arealite.api.experiment_config import ExperimentConfig, LoggerConfig
 from arealite.api.logger import MetricLogger
 from arealite.api.trial import ClusterConfig
 from arealite.impl.logger import isolated

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from arealite.api.logger import loggers
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
+from arealite.ext.loggers.tensorboard import TensorBoardLogger
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.impl.logger.tensorboard import TensorBoardLogger
 
 
 def lines(root: Path) -> list[dict[str, float]]:

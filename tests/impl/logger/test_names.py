@@ -19,12 +19,12 @@ from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.publisher import PublishReport
-from arealite.impl.client.sglang import COUNTERS
-from arealite.impl.logger import names
-from arealite.impl.logger.names import catalogue, describe
+from arealite.ext.offline.supervised import PAIR_STATS, SFTTrainer
+from arealite.impl.client.sglang_client import COUNTERS
+from arealite.impl.logger import metric_names
+from arealite.impl.logger.metric_names import catalogue, describe
 from arealite.impl.rollout import collector
 from arealite.impl.trainer import metrics
-from arealite.impl.trainer.supervised import PAIR_STATS, SFTTrainer
 from arealite.system.datapipe.trainer_request_handler import IdleClock, TrainerRequestHandler
 from tests.impl.trainer.trajectories import header, segment
 
@@ -142,7 +142,7 @@ def test_closest_pattern_describes_a_metric() -> None:
     assert describe("reward/parts/mean") == catalogue()["reward/parts/<part>"]
     assert describe("eval/pass@8") == catalogue()["eval/pass@<k>"]
     assert describe("reward/other") is None
-    assert names.describe("nothing") is None
+    assert metric_names.describe("nothing") is None
 
 
 def test_each_description_is_one_short_line() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
@@ -19,7 +19,7 @@ from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.deadlines import Clock, WaitExpirer
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually

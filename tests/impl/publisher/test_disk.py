@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 from safetensors.torch import load_file
 
-from arealite.api.config import run_paths
+from arealite.api.experiment_config import run_paths
 from arealite.api.publisher_config import DiskPublisherConfig
 from arealite.base.errors import RoleError
-from arealite.base.names import TMPFS
+from arealite.base.trial_files import TMPFS
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang

@@ -22,11 +22,11 @@ from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DistributedPublisherConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.launcher.processes import PARENT
-from arealite.impl.launcher.server import IS_KEPT
+from arealite.impl.launcher.server_supervisor import IS_KEPT
 from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.distributed import DistributedPublisher
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.impl.publisher.sites import publishing
 from tests.models import tiny_mixture
 from tests.waiting import until

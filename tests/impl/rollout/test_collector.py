@@ -18,9 +18,9 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.turns import decode_turn
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
-from arealite.system.datapipe.intake import check_episode
+from arealite.system.datapipe.message_checks import check_episode
 from arealite.system.health import vitals, waits
-from arealite.system.ledger.payloads import find_mismatch
+from arealite.system.ledger.payload_checks import find_mismatch
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds  # registers the environments

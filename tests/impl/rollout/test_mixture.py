@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from arealite.api.agent import AgentConfig
-from arealite.api.collector import PartConfig
+from arealite.api.collector_config import PartConfig
 from arealite.api.env_config import EnvConfig
 from arealite.api.rollout_messages import Lease
 from arealite.base.errors import UserError

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from arealite.api.agent import AgentConfig
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig, ModelConfig, run_paths
-from arealite.api.datapipe import DatapipeConfig
+from arealite.api.collector_config import CollectorConfig
+from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig, run_paths
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
@@ -27,12 +27,12 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.trial import ClusterConfig
 from arealite.api.turns import decode_turn
 from arealite.base.config import save
+from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import workers as datapipe_workers
 from arealite.system.datapipe.datapipe import Datapipe
-from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
 from arealite.system.links.trainer_link import TrainerLink
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.experiment import PLAIN
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model

@@ -21,14 +21,14 @@ import psutil
 import pytest
 import structlog.testing
 
-from arealite.api.config import ServerConfig
+from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
 from arealite.impl.launcher.processes import Child, take_ports
-from arealite.impl.server import sglang, sglang_process
-from arealite.impl.server.sglang import SGLangServer
+from arealite.impl.server import sglang_process, sglang_server
 from arealite.impl.server.sglang_process import SGLangProcess
+from arealite.impl.server.sglang_server import SGLangServer
 from arealite.system.health import waits
-from arealite.system.names.registry import Entry, NameRegistry
+from arealite.system.names.name_registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config
 from tests.waiting import eventually, has_exited, until, until_exited
 
@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_process, "PAUSES_S", (0.1, 0.2, 0.4))
     monkeypatch.setattr(sglang_process, "TERMINATE_S", 60.0)
     monkeypatch.setattr(sglang_process, "LOAD_S", 60.0)
-    for module in (sglang, sglang_process):
+    for module in (sglang_server, sglang_process):
         monkeypatch.setattr(module, "take_ports", take_own_ports)
 
 
@@ -302,7 +302,7 @@ async def test_silence_deadline_fires_if_a_probe_ends_at_the_same_time(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         settings = quick_config(program, model_folder, silence_s=0.9)
         async with aiohttp.ClientSession() as session:
-            (launch,) = sglang.plan(settings)
+            (launch,) = sglang_server.plan(settings)
             server = SGLangProcess(launch, settings, session)
             server.port = silent.getsockname()[1]
             # Block the loop inside a probe beyond its deadline (0.3 s) and the silence deadline.

@@ -27,7 +27,7 @@ from arealite.api.trainer_messages import (
     Waiting,
 )
 from arealite.impl.trainer.components import Components
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group
 
 

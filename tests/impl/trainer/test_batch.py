@@ -16,7 +16,7 @@ from arealite.api.algorithm import LossConfig
 from arealite.api.trainer import PPOConfig
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.batch import Unusable, make_rows, make_train_batch
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
 CONFIG = PPOConfig(max_staleness=2)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from arealite.api.algorithm import AdvantageConfig, KLConfig, LossConfig, ShapingConfig
-from arealite.api.collector import CollectorConfig
+from arealite.api.collector_config import CollectorConfig
 from arealite.api.engine import Sequence
 from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.batch_advantages import compute_advantages
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
 Trajectories = list[tuple[TrajectoryHeader, list[Segment]]]

@@ -18,7 +18,7 @@ from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import make_train_batch
 from arealite.impl.trainer.batch_advantages import compute_advantages
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, header, segment
 
 STAY, END = 3, 4

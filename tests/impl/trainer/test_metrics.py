@@ -10,9 +10,9 @@ import pytest
 
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
+from arealite.ext.view.snapshot import is_step
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
-from arealite.system.health.snapshot import is_step
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
 

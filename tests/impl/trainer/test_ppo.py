@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from arealite.api.algorithm import AdvantageConfig, KLConfig
-from arealite.api.config import DatasetConfig, ExperimentConfig, run_paths
+from arealite.api.experiment_config import DatasetConfig, ExperimentConfig, run_paths
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import InvariantError, RoleError, UserError
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import ppo
 from arealite.impl.trainer.ppo import AsyncPPOTrainer, PPOTrainer
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.scripted import Events, ScriptedEngine, Stage
 from tests.waiting import until
 
@@ -356,7 +356,7 @@ def test_failed_update_cancels_the_running_publish_and_fetch(config: MakeConfig)
 def test_rank_stops_if_another_rank_has_no_batch(
     config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from arealite.impl.trainer.world import World
+    from arealite.impl.trainer.rank_group import World
 
     answers = iter([True, False])
     monkeypatch.setattr(World, "all", lambda self, flag: next(answers))

@@ -14,8 +14,8 @@ import structlog
 import torch.distributed as dist
 
 from arealite.api.agent import Agent
-from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.episode import Action, Seat
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.llm import LLMClientConfig, SamplingConfig
 from arealite.api.payloads import decode_segments
 from arealite.api.rollout_messages import Lease
@@ -23,11 +23,11 @@ from arealite.api.task import Task
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.turns import decode_turn, encode_turn
-from arealite.impl.client.sglang import SGLangClient
-from arealite.impl.engine.routing import Routing
+from arealite.ext.models.expert_routing import Routing
+from arealite.impl.client.sglang_client import SGLangClient
 from arealite.impl.rollout.collector import make_trajectory
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
-from arealite.system.ledger.payloads import find_mismatch
+from arealite.system.ledger.payload_checks import find_mismatch
 from tests.fakes.embedded import running, server_config
 from tests.impl.engine.helpers import gradients, make_engine
 from tests.models import tiny_mixture

@@ -14,19 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
+from arealite.api.collector_config import CollectorConfig
+from arealite.api.experiment_config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
 from arealite.api.payloads import encode_segments
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
+from arealite.ext.audit.audit import audit
 from arealite.impl.trainer.ppo import AsyncPPOTrainer, PPOTrainer
 from arealite.system.datapipe.datapipe import Datapipe
-from arealite.system.ledger.audit import audit
 from arealite.system.links.worker_link import WorkerLink
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.trainer.trajectories import header, segment
 from tests.models import tiny_model

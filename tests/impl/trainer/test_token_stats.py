@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer import metrics

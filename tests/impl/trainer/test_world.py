@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from arealite.base.errors import RoleError
-from arealite.impl.trainer import world as module
-from arealite.impl.trainer.world import World, rendezvous
+from arealite.impl.trainer import rank_group as module
+from arealite.impl.trainer.rank_group import World, rendezvous
 from arealite.system.health import waits
 from arealite.system.health.waits import OTHER_RANKS
 

@@ -19,16 +19,16 @@ from arealite.api.algorithm import (
     LossConfig,
     ShapingConfig,
 )
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.collector_config import CollectorConfig
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig, TrainEngineConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
-from arealite.impl.trainer.world import World
+from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.scripted import Events, ScriptedLink, ScriptedPipe, ScriptedPublisher
 from tests.impl.trainer.trajectories import batch, header, segment
 

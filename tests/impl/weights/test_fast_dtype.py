@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.cli import configs
 from arealite.impl.weights import fast_dtype as module
 from arealite.impl.weights.fast_dtype import fast_dtype

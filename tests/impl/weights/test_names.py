@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.engine.loading import empty_model
-from arealite.impl.weights.names import TensorNames
+from arealite.impl.weights.tensor_names import TensorNames
 from tests.families.configs import CONFIGS
 from tests.families.folders import build, write
 from tests.models import tiny_mixture, tiny_model

@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arealite.api.config import DatasetConfig, ExperimentConfig
 from arealite.api.episode import Record
+from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.offline import OfflineConfig, SFTConfig
 from arealite.api.payloads import encode_segments
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.errors import UserError
-from arealite.base.names import RunPaths
-from arealite.impl.demo.tiny_model import make_tokenizer
+from arealite.base.trial_files import RunPaths
+from arealite.ext.demo.tiny_model import make_tokenizer
+from arealite.ext.offline import examples
+from arealite.ext.offline.config import OfflineConfig, SFTConfig
 from arealite.impl.rollout.collector import make_segments
-from arealite.system.data import chats, examples, templates
+from arealite.system.data import chats, templates
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer
 from tests.system.data.test_dataset import jsonl, parquet

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data import chats

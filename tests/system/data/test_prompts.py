@@ -9,9 +9,9 @@ import pytest
 
 from arealite.api.agent import AgentConfig
 from arealite.api.agent_config import ChatConfig, MathCodeSingleStepConfig
-from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.collector_config import CollectorConfig
 from arealite.api.env_config import EnvConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import UserError

@@ -8,8 +8,8 @@ import pytest
 
 from arealite.api.agent import load_tokenizer
 from arealite.base.errors import UserError
-from arealite.system.data.answers import turn_end
-from arealite.system.data.examples import ASSISTANT
+from arealite.ext.offline.answers import turn_end
+from arealite.ext.offline.examples import ASSISTANT
 from tests.smollm2 import smollm2
 from tests.system.data.test_chats import encode
 

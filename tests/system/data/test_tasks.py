@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.api.agent import Agent
-from arealite.api.collector import CollectorConfig, PartConfig
-from arealite.api.config import DatasetConfig, ExperimentConfig
+from arealite.api.collector_config import CollectorConfig, PartConfig
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.game_config import MathEnvConfig
+from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.reward import FunctionRewardConfig, RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
+from arealite.ext.games.config import MathEnvConfig
 from arealite.system.data.tasks import check_first_rows, load_split, shares
 from tests.system.data.test_dataset import jsonl
 

@@ -27,7 +27,7 @@ from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.python.objects import data_path
+from arealite.ext.notebook.objects import data_path
 from arealite.system.data.dataset import load_tasks
 from arealite.system.data.sources import read_rows
 from arealite.system.data.tasks import generate

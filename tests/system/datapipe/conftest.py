@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.datapipe import CurriculumConfig
+from arealite.api.datapipe_config import CurriculumConfig
 from arealite.api.task import Task
 from arealite.system.datapipe.group_store import OFF, GroupStore
 from arealite.system.ledger import group as open_group

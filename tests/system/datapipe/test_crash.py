@@ -12,9 +12,9 @@ import pytest
 
 from arealite.api.rollout_messages import Progress, TurnHeader
 from arealite.api.trainer_messages import StepReport
+from arealite.ext.audit.audit import audit
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger import group as open_group
-from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger, Statement
 from tests.system.datapipe.killed import KILLED, kill_before
 from tests.system.ledger.test_ledger import open_store, picture

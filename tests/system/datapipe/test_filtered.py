@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import run_paths
+from arealite.api.experiment_config import run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.trainer_messages import Finish, StepReport, Waiting
+from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import filtered
 from arealite.system.datapipe.filtered import REPORTED_FROM
 from arealite.system.health.waits import GROUP_FILTER, Wait, table
 from arealite.system.ledger import group as open_group
-from arealite.system.ledger.audit import audit
 from arealite.system.links.trainer_link import TrainerLink
 from tests.system.datapipe.stores import OpenStore, close_group, lease_next
 from tests.system.live import StartPipe, begin

@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
+from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import group_store
-from arealite.system.ledger.audit import audit
 from tests.system.datapipe.history_parts import event
 from tests.system.datapipe.history_trainer import TrainerEvents
 from tests.system.datapipe.model import MAX_ATTEMPTS, MEMBERS, NUM_GROUPS, Model, ModelGroup

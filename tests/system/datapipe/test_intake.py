@@ -13,7 +13,7 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from arealite.api.config import run_paths
+from arealite.api.experiment_config import run_paths
 from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.rollout_messages import (
     Ack,
@@ -34,13 +34,13 @@ from arealite.api.trainer_messages import (
     StepReport,
     TrainerStart,
 )
+from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import workers
 from arealite.system.datapipe.datapipe import Datapipe
-from arealite.system.datapipe.intake import MAX_SENDERS, Rejections, check_episode
+from arealite.system.datapipe.message_checks import MAX_SENDERS, Rejections, check_episode
 from arealite.system.ledger import group as open_group
-from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payloads import find_mismatch, payload_sum
+from arealite.system.ledger.payload_checks import find_mismatch, payload_sum
 from arealite.system.links import wire
 from arealite.system.links.trainer_link import TrainerLink
 from tests.system.live import StartPipe, finish, next_ids

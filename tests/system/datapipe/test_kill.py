@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
-from arealite.system.ledger.audit import audit
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.ext.audit.audit import audit
 from arealite.system.links.trainer_link import TrainerLink
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.system.live import train
 from tests.system.scenes import FakeWorker, episode, experiment, failed, in_thread
 from tests.waiting import until
@@ -23,10 +23,10 @@ from tests.waiting import until
 SERVE = """
 import asyncio, os, pickle, sys
 from pathlib import Path
-from arealite.api.config import name_dir
+from arealite.api.experiment_config import name_dir
 from arealite.system.ledger import group as open_group
 from arealite.system.datapipe.datapipe import Datapipe
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 from tests.system.scenes import tasks
 
 def serve():

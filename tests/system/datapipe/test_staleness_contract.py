@@ -22,8 +22,8 @@ from arealite.algo import staleness
 from arealite.api.rollout_messages import Episode, Lease, Progress, TurnHeader
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger import group as open_group
-from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
 from tests.system.scenes import failed, payload
 from tools.staleness_table import Trial

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from arealite.api.config import run_paths
+from arealite.api.experiment_config import run_paths
 from arealite.api.trainer_messages import (
     Checkpointed,
     Done,
@@ -23,12 +23,12 @@ from arealite.api.trainer_messages import (
     Unusable,
     Waiting,
 )
+from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import trainer_request_handler
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.workers import Workers
-from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links.wire import STOP_WAITING
 from tests.system.scenes import episode, experiment, payload, tasks

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import run_paths
+from arealite.api.experiment_config import run_paths
 from arealite.api.trainer_messages import Finish
 from arealite.base.errors import InvariantError
-from arealite.system.datapipe import upkeep as upkeep_module
-from arealite.system.datapipe.upkeep import Upkeep
-from arealite.system.ledger.audit import audit
-from arealite.system.ledger.audit_report import AuditReport
+from arealite.ext.audit.audit import audit
+from arealite.ext.audit.audit_report import AuditReport
+from arealite.system.datapipe import ledger_upkeep as upkeep_module
+from arealite.system.datapipe.ledger_upkeep import Upkeep
 from arealite.system.ledger.ledger import connect, read_payloads
 from arealite.system.ledger.writer import LedgerWriter
 from tests.system.datapipe.killed import KILLED, kill_before

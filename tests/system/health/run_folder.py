@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.config import save

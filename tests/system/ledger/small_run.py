@@ -12,7 +12,7 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import config as base_config
-from arealite.base.names import RunPaths
+from arealite.base.trial_files import RunPaths
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from arealite.api.payloads import encode_segments
 from arealite.api.trajectory import Segment
-from arealite.system.ledger.audit import audit
-from arealite.system.ledger.audit_report import AuditReport
-from arealite.system.ledger.payloads import find_mismatch
-from tests.impl.view.runs import branched_header, branched_session, make_run
+from arealite.ext.audit.audit import audit
+from arealite.ext.audit.audit_report import AuditReport
+from arealite.system.ledger.payload_checks import find_mismatch
+from tests.ext.view.runs import branched_header, branched_session, make_run
 
 Tamper = Callable[[list[Segment]], list[Segment]]
 

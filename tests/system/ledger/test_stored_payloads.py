@@ -12,9 +12,9 @@ import pytest
 
 from arealite.api.payloads import encode_segments
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads
-from arealite.system.ledger.payloads import REFERENCE
+from arealite.system.ledger.payload_checks import REFERENCE
 from tests.system.ledger.small_run import Shape, make_run
 from tests.system.scenes import header
 

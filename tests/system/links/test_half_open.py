@@ -7,7 +7,7 @@ import asyncio
 import structlog.testing
 
 from arealite.api.rollout_messages import Episode, Lease
-from arealite.system.ledger.audit import audit
+from arealite.ext.audit.audit import audit
 from tests.fakes.proxy import Proxy, proxied
 from tests.system.live import StartPipe
 from tests.system.scenes import episode

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 
 def test_failed_write_leaves_no_temporary_file(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import DeadlineError, UserError
-from arealite.system.names import registry as name_registry
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names import name_registry
+from arealite.system.names.name_registry import NameRegistry
 from tests.waiting import eventually
 
 TTL_S = 600.0

@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig, name_dir
 from arealite.api.llm_server import ExternalServersConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
-from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import FILE, Secret, create_secret, read_secret, rotate_secret
+from arealite.system.names.name_registry import NameRegistry
+from arealite.system.names.trial_secret import (
+    FILE,
+    Secret,
+    create_secret,
+    read_secret,
+    rotate_secret,
+)
 
 
 def config(tmp_path: Path, **cluster: bool) -> ServerConfig:

@@ -1,0 +1,1 @@
+"""Extensions: each folder is one option of several, and enters through `entries.toml` alone."""

@@ -1,0 +1,1 @@
+"""Agents for special uses: tools, reasoning, scripts and fixed policies."""

@@ -1,0 +1,1 @@
+"""Launchers for Slurm, Ray and torchrun."""

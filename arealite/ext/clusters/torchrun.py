@@ -1,0 +1,127 @@
+"""Runs whose ranks torchrun or a PyTorchJob starts; a sidecar of rank 0 starts the other roles.
+
+Rank 0 has no event loop while it trains. The sidecar is killed with rank 0, so a restart of rank 0
+starts a new sidecar.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+
+from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.base.errors import RoleError, UserError
+from arealite.impl.launcher.local import LocalLauncher
+from arealite.impl.launcher.processes import PARENT, how_ended, own_address
+
+OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+"""Prefixes of torchrun's variables; a server with ranks of its own must not read them."""
+NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a rank needs besides RANK."""
+HINT = "Set RANK and the others as torchrun and a PyTorchJob do; or, for a run here, unset RANK."
+
+
+def read_rank(variables: Mapping[str, str]) -> tuple[int, int]:
+    """Return (rank of this process, number of ranks) from environment variables with RANK.
+
+    Raises:
+        UserError: A variable is missing, or its value is wrong.
+    """
+    missing = [name for name in NEEDED if not variables.get(name)]
+    if missing:
+        raise UserError(f"RANK={variables['RANK']} is set, but {', '.join(missing)} not. {HINT}")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not re.fullmatch(r"[0-9]+", variables[name]):
+            raise UserError(f"{name}={variables[name]} must be a whole number. {HINT}")
+    rank = int(variables["RANK"])
+    world_size = int(variables["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} must be below WORLD_SIZE={world_size}. {HINT}")
+    if not 0 < int(variables["MASTER_PORT"]) < 1 << 16:
+        raise UserError(f"MASTER_PORT={variables['MASTER_PORT']} must be 1 to 65535. {HINT}")
+    ranks_per_pod = variables.get("PET_NPROC_PER_NODE", "1")
+    is_one_per_pod = ranks_per_pod in ("1", "auto")
+    if not is_one_per_pod and "TORCHELASTIC_RUN_ID" not in variables:
+        raise UserError(
+            f"PET_NPROC_PER_NODE={ranks_per_pod}: this command runs one rank per pod. "
+            "Start `torchrun train.py …` in the pods."
+        )
+    return rank, world_size
+
+
+def check_host(config: ExperimentConfig) -> None:
+    """Check that a rank of another host than rank 0 can reach the datapipe, which is there.
+
+    Raises:
+        UserError: The datapipe listens on loopback.
+    """
+    master = os.environ["MASTER_ADDR"]
+    resolved = ""
+    with suppress(OSError):
+        resolved = socket.gethostbyname(master)
+    is_here = resolved.startswith("127.") or resolved == own_address()
+    if not is_here and config.cluster.bound == "127.0.0.1":
+        raise UserError(
+            f"MASTER_ADDR={master} is another host, "
+            f"but cluster.host={config.cluster.host} is reachable from one host only. "
+            "Set cluster.host=auto."
+        )
+
+
+class Sidecar(LocalLauncher):
+    """Supervises datapipe, workers and servers beside ranks that torchrun started.
+
+    The end of the standard input of this process means that training is over.
+    """
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        super().__init__(config)
+        self.roles.remove(self.trainer)
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    async def _supervise_all(self) -> int:
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._end_of_training)
+        return await super()._supervise_all()
+
+    def _end_of_training(self) -> None:
+        """Allow the other roles to exit: the trainer has sent its last message to the datapipe."""
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        self.trainer.ended = True
+        self.over.set()
+        self._terminate("llm_server")
+
+
+@contextmanager
+def sidecar(config: ExperimentConfig) -> Generator[None]:
+    """Run the sidecar during the body, and wait until it exits.
+
+    Raises:
+        RoleError: a role failed, or the ledger is out of balance.
+    """
+    root = str(run_paths(config).root)
+    command = [sys.executable, "-m", "arealite.cli.main", "role", "sidecar", "0", root]
+    environment = {
+        name: setting for name, setting in os.environ.items() if not name.startswith(OF_RANKS)
+    }
+    environment[PARENT] = str(os.getpid())
+    # A separate session: after Ctrl-C, the trainer finishes its step, which needs the datapipe.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield
+        except BaseException:
+            process.send_signal(signal.SIGKILL)  # its children are killed with it
+            raise
+        process.communicate()
+    if process.returncode:
+        exit_report = how_ended(process.returncode)
+        raise RoleError(f"the sidecar of the trainer failed ({exit_report}): see {root}/logs")

@@ -1,0 +1,1 @@
+"""Chooses tasks by the rewards of earlier groups."""

@@ -1,0 +1,1 @@
+"""The embedded server: it samples tokens on a laptop, without SGLang."""

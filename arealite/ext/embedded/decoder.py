@@ -1,0 +1,470 @@
+"""The forward passes: prompts of new requests, then one token for every running request.
+
+transformers' continuous batching is not used, because on a CPU it builds a mask over all pairs of
+requests. Here every request has its own row in the cache.
+
+Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary. In
+the cache: S = rows, T = positions, H = key heads, D = head size. P = positions with logits.
+"""
+
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, DynamicLayer, PreTrainedModel
+
+from arealite.ext.embedded.expert_records import RoutingRecorder, any_wants_routing
+from arealite.ext.embedded.generation import Generation
+from arealite.ext.embedded.token_sampler import Settings, ban_stops, draw, settings_of
+
+PREFILL_TOKENS = 8192
+"""Padded prompt tokens of one forward pass; a longer prompt gets its own pass."""
+PREFILL_LOGITS = 2**26
+"""Logits of one such pass: 256 MB in float32."""
+MIN_PREFIX_TOKENS = 16
+"""Smallest number of tokens of a shared prefix."""
+WIDTH_BLOCK = 16
+"""Attention reads a multiple of this many positions."""
+BLOCK = 64
+"""The cache holds a multiple of this many rows and positions, so that it rarely grows."""
+CACHES = "cache", "past_key_values", "cache_params"
+"""Names of a model's cache, as an argument and in the output; from transformers 5.24: `cache`."""
+Ids = tuple[int, ...]
+"""A prompt."""
+Index = tuple[slice | Tensor, slice | Tensor]
+"""Rows and positions of the cache."""
+Mask = Tensor | dict[str, Tensor]
+
+
+def window_of(model: PreTrainedModel) -> int | None:
+    """Return the size of the attention window in sliding layers, in tokens, the query included.
+
+    None: no layer slides. Without `layer_types`, all layers slide if the model's code supports it.
+    """
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        has_sliding_layers = "sliding_attention" in layer_types
+    else:
+        model_code = sys.modules[type(model).__module__]
+        has_sliding_layers = hasattr(model_code, "create_sliding_window_causal_mask")
+    return getattr(config, "sliding_window", None) if has_sliding_layers else None
+
+
+def _round_up(number: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is at least `number`."""
+    return -(-number // block) * block
+
+
+class SlotCache(Cache):
+    """Keys and values of the running requests: one tensor per layer, one row per request.
+
+    The n running requests occupy rows 0 … n-1, so that attention reads a view, without pages or
+    copies. When a request ends, the last row moves into its row. `start` sets where the next pass
+    writes. Positions beyond a row's length hold stale numbers, which the attention mask hides.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
+        self._tensors_STHD: list[Tensor] = []
+        """Keys and values of layer 0, of layer 1, …"""
+        self._shape = (0, 0)
+        self._index: Index = (slice(0), slice(0))
+        self._width: int | None = None
+        self._prefix_THD: list[Tensor] = []
+        """Keys and values of a prefix that prompts share, in the order of `_tensors_STHD`."""
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Extend the cache to `rows` requests of `length` positions; the contents stay."""
+        old_rows, old_length = self._shape
+        if rows <= old_rows and length <= old_length:
+            return
+        row_block = min(BLOCK, max(old_rows, 8))
+        rows = max(old_rows, _round_up(rows, row_block))
+        length = max(old_length, _round_up(length, BLOCK))
+        self._shape = (rows, length)
+        for i, old_STHD in enumerate(self._tensors_STHD):
+            new_STHD = self._allocate(old_STHD, old_STHD.shape[2])
+            new_STHD[:old_rows, :old_length] = old_STHD
+            self._tensors_STHD[i] = new_STHD
+
+    def _allocate(self, like: Tensor, num_heads: int) -> Tensor:
+        """Return zeros in which all positions of a head are adjacent: attention is faster."""
+        rows, length = self._shape
+        head_size = like.shape[-1]
+        zeros_SHTD = like.new_zeros((rows, num_heads, length, head_size))
+        return zeros_SHTD.transpose(1, 2)
+
+    def start(self, index: Index, *, width: int | None = None) -> None:
+        """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
+
+        Attention reads the first `width` positions of the rows; None: only the positions that this
+        pass writes. Rows as a tensor are 0 … n-1.
+        """
+        self._index = index
+        self._width = width
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's keys and values [rows, H, L, D]; return those that attention reads."""
+        keys = self._update_tensor(2 * layer_idx, key_states)
+        values = self._update_tensor(2 * layer_idx + 1, value_states)
+        return keys, values
+
+    def _update_tensor(self, index: int, new_SHLD: Tensor) -> Tensor:
+        """Write into `_tensors_STHD[index]`; return the part that attention reads."""
+        if index == len(self._tensors_STHD):
+            self._tensors_STHD.append(self._allocate(new_SHLD, new_SHLD.shape[1]))
+        tensor_STHD = self._tensors_STHD[index]
+        tensor_STHD[self._index] = new_SHLD.transpose(1, 2)
+        if self._width is None:
+            return new_SHLD
+        rows = self._index[0]
+        if not isinstance(rows, slice):
+            rows = slice(new_SHLD.shape[0])
+        return tensor_STHD[rows, : self._width].transpose(1, 2)
+
+    def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
+        if not moves:
+            return
+        sources = [source for source, _ in moves]
+        targets = [target for _, target in moves]
+        for tensor in self._tensors_STHD:
+            tensor[targets, :length] = tensor[sources, :length]
+
+    def store_prefix(self, row: int, length: int) -> None:
+        """Copy the first `length` positions of a row for later requests."""
+        self._prefix_THD = [tensor[row, :length].clone() for tensor in self._tensors_STHD]
+
+    def load_prefix(self, rows: slice) -> None:
+        """Copy the stored prefix into rows."""
+        for tensor, prefix in zip(self._tensors_STHD, self._prefix_THD, strict=True):
+            tensor[rows, : len(prefix)] = prefix
+
+    def drop_prefix(self) -> None:
+        """Drop the stored prefix and free its memory."""
+        self._prefix_THD.clear()
+
+    def drop(self) -> None:
+        """Drop all keys and values and free their memory."""
+        self._tensors_STHD.clear()
+        self.drop_prefix()
+        self._shape = (0, 0)
+
+
+def _common_length(prompts: Sequence[Ids]) -> int:
+    """Return the number of first tokens that are equal in all prompts."""
+    lowest = min(prompts)
+    highest = max(prompts)  # all others are between them
+    for i, (low_token, high_token) in enumerate(zip(lowest, highest, strict=False)):
+        if low_token != high_token:
+            return i
+    return min(len(lowest), len(highest))
+
+
+class BaseDecoder(ABC):
+    """Admits requests and samples their tokens; a subclass runs the model."""
+
+    mixes_lengths = False
+    """Whether prompts of different lengths can be admitted together."""
+
+    def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
+        self.model = model
+        self.max_rows = max_rows
+        self.running: list[Generation] = []
+        self._device = str(next(model.parameters()).device)
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._recorder = RoutingRecorder(model)
+        self._model_inputs = inspect.signature(model.forward).parameters
+        """Names of the arguments that the model takes."""
+        cache_names = [name for name in CACHES if name in self._model_inputs]
+        self._cache_name = cache_names[0] if cache_names else CACHES[0]
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+
+    @abstractmethod
+    def prefill(self, waiting: deque[Generation]) -> None:
+        """Admit waiting requests that fit, and sample their first tokens.
+
+        Equal prompts are computed once.
+        """
+
+    @abstractmethod
+    def decode(self) -> None:
+        """Sample one token of every running request."""
+
+    @abstractmethod
+    def remove_ended(self) -> list[Generation]:
+        """Free and return the ended requests."""
+
+    def clear(self) -> list[Generation]:
+        """Remove and return all running requests; drop all keys, values and states."""
+        removed = self.running
+        self.running = []
+        return removed
+
+    def drop_prefix(self) -> None:  # noqa: B027  (other decoders store none)
+        """Drop the prefix that is stored for later requests, because the weights have changed.
+
+        Running requests keep their keys and values.
+        """
+
+    def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
+        """Remove the requests that fit from `waiting`.
+
+        Returns:
+            (the distinct prompts, the requests, the index of each request's prompt).
+        """
+        row_of_prompt: dict[Ids, int] = {}
+        admitted: list[Generation] = []
+        sources: list[int] = []
+        lengths: set[int] = set()
+        while waiting and len(self.running) + len(admitted) < self.max_rows:
+            generation = waiting[0]
+            prompt = (*generation.prompt, *generation.output)
+            if prompt in row_of_prompt:
+                generation.cached_tokens = len(prompt) - 1
+            else:
+                has_other_length = bool(lengths) and len(prompt) not in lengths
+                if has_other_length and not self.mixes_lengths:
+                    break
+                lengths.add(len(prompt))
+                if row_of_prompt and not self._fit_one_pass(len(row_of_prompt) + 1, lengths):
+                    break
+            admitted.append(waiting.popleft())
+            sources.append(row_of_prompt.setdefault(prompt, len(row_of_prompt)))
+        prompts = list(row_of_prompt)
+        return prompts, admitted, sources
+
+    def _fit_one_pass(self, num_prompts: int, lengths: Collection[int]) -> bool:
+        """Return whether one forward pass may compute prompts of these distinct lengths.
+
+        It computes logits of every prompt at the last position of each length.
+        """
+        num_tokens = num_prompts * max(lengths)
+        num_logits = num_prompts * len(lengths) * self._vocab_size
+        return num_tokens <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
+
+    def _settings_of(self, generations: Sequence[Generation]) -> Settings:
+        return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
+
+    def _sample(
+        self,
+        generations: list[Generation],
+        logits_BV: Tensor,
+        settings: Settings,
+    ) -> Tensor:
+        """Draw a token for each generation and append it; return the tokens [B]."""
+        ban_stops(logits_BV, generations)
+        tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
+        drawn = zip(generations, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        for generation, token, logprob in drawn:
+            generation.append(token, logprob)
+        return tokens_B
+
+
+class Decoder(BaseDecoder):
+    """Runs a model of full and sliding attention: row r of its cache belongs to running[r]."""
+
+    mixes_lengths = True
+
+    def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
+        super().__init__(model, max_rows=max_rows, seed=seed)
+        self._window = window_of(model)
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers)
+        self._settings: Settings | None = None
+        """None: the batch's tensors must be rebuilt."""
+        self._longest = 0
+        self._prefix: Ids = ()
+        """The tokens whose keys and values the cache keeps for later prompts."""
+        self._latest: Ids = ()
+        """The last prompt that did not begin with `_prefix`, under the present weights."""
+
+    def prefill(self, waiting: deque[Generation]) -> None:
+        prompts, generations, sources = self._admit(waiting)
+        first = len(self.running)
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        self.running += generations
+        self._settings = None
+        self._cache.reserve(len(self.running), longest + 1)
+        prefix_length = 0
+        if not any_wants_routing(generations):
+            prefix_length = self._reuse_prefix(prompts, generations, first)
+        last_positions = sorted({length - 1 for length in lengths})
+        with self._recorder(generations, sources, lengths):
+            logits_BPV = self._forward_prompts(
+                prompts,
+                last_positions,
+                first=first,
+                begin=prefix_length,
+            )
+        moves = list[tuple[int, int]]()
+        for row, source in enumerate(sources):
+            if source != row:
+                moves.append((first + source, first + row))
+        self._cache.copy_rows(moves, longest)
+        index_of_position = {position: i for i, position in enumerate(last_positions)}
+        last_indices = [index_of_position[lengths[source] - 1] for source in sources]
+        logits_BV = logits_BPV[sources, last_indices]
+        self._sample(generations, logits_BV, self._settings_of(generations))
+
+    def _reuse_prefix(
+        self,
+        prompts: Sequence[Ids],
+        generations: Sequence[Generation],
+        first: int,
+    ) -> int:
+        """Write keys and values of a prefix that all prompts share, for example a system prompt.
+
+        Compute the prefix unless the stored one matches; only the latest one is stored. The last
+        token of each prompt is not part of it, because its logits are needed.
+
+        Returns:
+            The number of tokens of the prefix; 0: the prompts share too few.
+        """
+        max_length = min(map(len, prompts)) - 1
+        stored = self._prefix[:max_length]
+        stored_length = len(stored)
+        is_usable = stored_length >= MIN_PREFIX_TOKENS and all(
+            prompt[:stored_length] == stored for prompt in prompts
+        )
+        if is_usable:
+            for generation in generations:
+                generation.cached_tokens = max(generation.cached_tokens, stored_length)
+        else:
+            compared = prompts if len(prompts) > 1 else [*prompts, self._latest]
+            length = min(max_length, _common_length(compared))
+            self._latest = prompts[-1]
+            if length < MIN_PREFIX_TOKENS:
+                return 0
+            self._prefix = prompts[0][:length]
+            self._forward_prompts([self._prefix], [length - 1], first=first)
+            self._cache.store_prefix(first, length)
+        rows = slice(first, first + len(prompts))
+        self._cache.load_prefix(rows)
+        return min(max_length, len(self._prefix))
+
+    def _forward_prompts(
+        self,
+        prompts: Sequence[Ids],
+        positions: Sequence[int],
+        *,
+        first: int,
+        begin: int = 0,
+    ) -> Tensor:
+        """Compute the tokens of prompts from position `begin` on, in rows from `first` on.
+
+        Returns:
+            Logits [B, P, V] at `positions`. The prompts are padded on the right.
+        """
+        longest = max(map(len, prompts))
+        rows = slice(first, first + len(prompts))
+        width = longest if begin else None
+        self._cache.start((rows, slice(begin, longest)), width=width)
+        suffixes = [torch.tensor(prompt[begin:]) for prompt in prompts]
+        tokens_BL = pad_sequence(suffixes, batch_first=True)
+        positions_L = torch.arange(begin, longest, device=self._device)
+        output = self.model(
+            input_ids=tokens_BL.to(self._device),
+            attention_mask=self._mask(positions_L[None], longest),
+            position_ids=positions_L.expand(len(prompts), -1),
+            **{self._cache_name: self._cache},
+            use_cache=True,
+            logits_to_keep=torch.tensor(positions, device=self._device) - begin,
+        )
+        return output.logits
+
+    def decode(self) -> None:
+        settings = self._settings or self._rebuild()
+        width = _round_up(self._longest + 1, WIDTH_BLOCK)
+        positions_B1 = self._lengths_B[:, None]
+        self._cache.reserve(len(self.running), width)
+        self._cache.start((self._rows_B1, positions_B1), width=width)
+        with self._recorder(self.running):
+            output = self.model(
+                input_ids=self._tokens_B[:, None],
+                attention_mask=self._mask(positions_B1, width),
+                position_ids=positions_B1,
+                **{self._cache_name: self._cache},
+                use_cache=True,
+            )
+        self._lengths_B = self._lengths_B + 1
+        self._longest += 1
+        logits_BV = output.logits[:, -1]
+        self._tokens_B = self._sample(self.running, logits_BV, settings)
+
+    def _mask(self, positions_BL: Tensor, width: int) -> Mask:
+        """Return the attention mask [B, 1, L, width] for queries at `positions_BL`, `width` keys;
+        a dict with a mask for each kind of layer if the model has `layer_types`."""
+
+        def mask(is_hidden: Tensor) -> Tensor:
+            zeros = torch.zeros_like(is_hidden, dtype=self.model.dtype)
+            return zeros.masked_fill_(is_hidden, -torch.inf)
+
+        keys_T = torch.arange(width, device=self._device)
+        queries_B1L1 = positions_BL[:, None, :, None]
+        is_later = keys_T > queries_B1L1
+        if self._window is None:
+            return mask(is_later)
+        is_before_window = keys_T <= queries_B1L1 - self._window
+        sliding_mask = mask(is_later | is_before_window)
+        layer_types = getattr(self.model.config.get_text_config(), "layer_types", None)
+        if not layer_types:
+            return sliding_mask
+        return {
+            "full_attention": mask(is_later),
+            "sliding_attention": sliding_mask,
+        }
+
+    def remove_ended(self) -> list[Generation]:
+        """Free and return the ended requests; the last rows move into the freed ones."""
+        running = self.running
+        ended = [generation for generation in running if generation.ended]
+        if not ended:
+            return []
+        num_left = len(running) - len(ended)
+        sources = [row for row in range(num_left, len(running)) if not running[row].ended]
+        freed_rows = [row for row in range(num_left) if running[row].ended]
+        moves = list(zip(sources, freed_rows, strict=True))
+        longest = max(generation.length_so_far() for generation in running)
+        self._cache.copy_rows(moves, longest)
+        for source, freed_row in moves:
+            running[freed_row] = running[source]
+        del running[num_left:]
+        self._settings = None
+        return ended
+
+    def clear(self) -> list[Generation]:
+        self.drop_prefix()
+        self._cache.drop()
+        self._settings = None
+        return super().clear()
+
+    def drop_prefix(self) -> None:
+        self._prefix = ()
+        self._latest = ()
+        self._cache.drop_prefix()
+
+    def _rebuild(self) -> Settings:
+        """Rebuild the batch's tensors after requests were admitted or removed."""
+        lengths = [generation.length_so_far() - 1 for generation in self.running]
+        last_tokens = [generation.output[-1] for generation in self.running]
+        self._longest = max(lengths)
+        self._lengths_B = torch.tensor(lengths, device=self._device)
+        self._tokens_B = torch.tensor(last_tokens, device=self._device)
+        rows_B = torch.arange(len(self.running), device=self._device)
+        self._rows_B1 = rows_B[:, None]
+        self._settings = self._settings_of(self.running)
+        return self._settings

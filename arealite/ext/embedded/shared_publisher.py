@@ -1,0 +1,133 @@
+"""Publishes without a copy: a server in the trainer's process uses the trained parameters.
+
+For one GPU, or a laptop: memory holds one set of parameters instead of two, and generation and
+training alternate. The server runs in a thread. The trainer's thread pauses it while the parameters
+change.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from arealite.api.engine import TrainEngine
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
+from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.base import log
+from arealite.base.errors import RoleError, UserError
+from arealite.ext.embedded.embedded_server import EmbeddedServer
+from arealite.impl.publisher.loop_thread import LoopThread
+from arealite.system.health.waits import Wait
+
+logger = log.get(__name__)
+
+
+class SharedPublisher(WeightPublisher):
+    """Version k is served from `stage` of k until the next `pause_generation`."""
+
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
+        """Start the server, paused.
+
+        Raises:
+            UserError: The engine's parameters, the model or the port cannot be used.
+        """
+        module = engine.whole_module
+        if module is None:
+            raise UserError(
+                "trainer.ppo.publisher.type=shared generates from the trained parameters, "
+                "so they must not be sharded, and must have the dtype of the forward pass: "
+                "use one trainer rank, engine.fsdp.dtype=float32 or lora.rank above 0, "
+                "and cpu_offload=false."
+            )
+        with suppress(OSError):  # no generation config: config.json has the end tokens
+            folder = Path(config.model.path).expanduser()
+            module.generation_config = GenerationConfig.from_pretrained(folder)
+        self.config = config.trainer.ppo.publisher
+        self.server = EmbeddedServer(_server_config(config), shared=module)
+        self._ready: Future[None] = Future()
+        self._pause_s = 0.0
+        self._stall_s = 0.0
+        self._thread = LoopThread("server", self._serve)
+        self._await("the server to listen", self._ready)
+        self._paused_at = time.perf_counter()
+
+    # ------------------------------------------------------------ called by the trainer
+
+    def pause_generation(self) -> None:
+        begin = time.perf_counter()
+        self._await("generation to pause", self.server.pause(self.config.pause_mode))
+        self._paused_at = time.perf_counter()
+        self._pause_s = self._paused_at - begin
+
+    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+        """Continue generation with the current parameters; `weights` is not used."""
+        self._await("generation to continue", self.server.resume(str(version)))
+        self._stall_s = time.perf_counter() - self._paused_at
+        return False
+
+    def push(self, version: int) -> PublishReport:
+        logger.info("weights published", version=version, servers=1, stall_s=self._stall_s)
+        return PublishReport(version=version, pause_s=self._pause_s, stall_s=self._stall_s)
+
+    @property
+    def needs_republish(self) -> bool:
+        """Always False; raises if the server crashed, because its requests get no answer."""
+        if self._thread.ended.done():
+            raise self._thread_error()
+        return False
+
+    def close(self) -> None:
+        self._thread.stop(partial(self.server.stop, None), self.config.timeout_s)
+
+    # ------------------------------------------------------------ internals
+
+    def _await(self, event: str, done: Future[None]) -> None:
+        """Wait for the server's thread.
+
+        Raises:
+            UserError: The server could not start.
+            RoleError: The server crashed, or the wait is longer than `timeout_s`.
+        """
+        seconds = self.config.timeout_s
+        with Wait(what=event, owner="publisher", on="trainer-0", seconds=seconds):
+            completed, _ = wait([done, self._thread.ended], seconds, FIRST_COMPLETED)
+        if not completed:
+            raise RoleError(f"waited {seconds:g} s for {event}")
+        if done not in completed:
+            raise self._thread_error()
+        done.result()
+
+    def _thread_error(self) -> Exception:
+        error = self._thread.ended.exception()
+        if isinstance(error, UserError | RoleError):
+            return error
+        return RoleError(f"the server in the trainer's process ended: {error!r}")
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.server.serve(), name="serve")
+            await self.server.ready.wait()
+            self._ready.set_result(None)
+
+
+def _server_config(config: ExperimentConfig) -> ServerConfig:
+    """Return the config of the server in the trainer's process."""
+    embedded = EmbeddedServerConfig(
+        max_running_requests=config.trainer.ppo.publisher.shared.max_running_requests,
+        num_threads=config.launcher.trainer_threads,
+    )
+    return ServerConfig(
+        experiment_name=config.experiment_name,
+        trial_name=config.trial_name,
+        seed=config.seed,
+        cluster=config.cluster,
+        model=config.model,
+        llm_server=LLMServerConfig(host=config.cluster.bound, embedded=embedded),
+    )

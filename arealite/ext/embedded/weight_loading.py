@@ -1,0 +1,220 @@
+"""Loads models, and new weights into a running model after a check of names, shapes and numbers.
+
+SGLang pads or ignores tensors that do not fit. A server with wrong weights that reports success
+would corrupt the training data.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from arealite.algo import linear
+from arealite.base.errors import UserError, one_line
+from arealite.base.model_folder import check_layers, read_model
+from arealite.ext.embedded.decode_loop import Job
+from arealite.ext.embedded.protocol import Refusal
+from arealite.impl.engine.loading import DTYPES, attention_of
+from arealite.impl.weights.buckets import Layout, Named
+from arealite.impl.weights.tensor_names import Parts, TensorNames
+
+FLOATS = {*DTYPES.values(), torch.float64}
+
+
+class ServedWeights:
+    """The tensors of a server's model under the names of its folder."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path | str) -> None:
+        """Read the headers of the folder that `model` was loaded from.
+
+        Raises:
+            UserError: The folder has other tensors than the model.
+        """
+        self.names = TensorNames(model, Path(folder))
+        self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+
+    def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the model's tensor that contains a tensor of the folder, whole or as a part.
+
+        Raises:
+            Refusal: The folder has no such tensor, or one of another shape or kind of number.
+        """
+        header = self.names.headers.get(name)
+        if header is None:
+            raise Refusal(f"Failed to update weights: '{name}' is no tensor of the model.")
+        if shape != header.shape:
+            raise Refusal(
+                f"Failed to update weights: '{name}' has shape {shape}, the model {header.shape}."
+            )
+        target = self.tensors[self.names.target(name)]
+        is_float = dtype in FLOATS
+        if target.is_floating_point() != is_float:
+            raise Refusal(
+                f"Failed to update weights: '{name}' has dtype {dtype}, the model {target.dtype}."
+            )
+        return target
+
+
+def stage_weights(weights: ServedWeights, path: str) -> Job:
+    """Check a folder of safetensors against the tensors of a model.
+
+    Returns:
+        A function that copies everything into the model. The tensors are mapped from the files.
+
+    Raises:
+        Refusal: The folder or a tensor does not fit; the model is untouched.
+    """
+    named: list[Named] = []
+    for file in _files(path):
+        for name, tensor in _read(file):
+            if name not in weights.names.unused:
+                named.append((name, tensor))
+    load = stage_tensors(weights, named, {})
+    names = {name for name, _ in named}
+    missing = weights.names.missing(names)
+    if missing:
+        raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
+    return load
+
+
+def stage_tensors(
+    weights: ServedWeights,
+    named: list[Named],
+    parts: Parts,
+    *,
+    is_last: bool = False,
+) -> Job:
+    """Check tensors, which may be a part of the model; return a function that copies them.
+
+    Args:
+        weights: The tensors to be replaced.
+        named: The new tensors, under the folder's names.
+        parts: The tensors of this update whose groups are incomplete; the function changes it.
+        is_last: Whether no tensors follow.
+
+    Raises:
+        Refusal: A tensor does not fit, or a group remains incomplete; the model is untouched.
+    """
+    for name, tensor in named:
+        target = weights.target(name, list(tensor.shape), tensor.dtype)
+        _check_finite(name, tensor, target)
+    if is_last:
+        received_names = {name for name, _ in named}.union(*parts.values())
+        missing = weights.names.missing(received_names, whole=False)
+        if missing:
+            raise Refusal(f"Failed to update weights: not received: {', '.join(missing[:5])}.")
+
+    def load() -> None:
+        with torch.no_grad():
+            for name, tensor in weights.names.to_model(named, parts):
+                weights.tensors[name].copy_(tensor)
+
+    return load
+
+
+def check_layout(weights: ServedWeights, layout: Layout) -> None:
+    """Check the description of tensors before they are received.
+
+    Raises:
+        Refusal: A tensor would not fit.
+    """
+    num_names = len(layout.names)
+    has_repeated_names = len(set(layout.names)) != num_names
+    if has_repeated_names or not num_names == len(layout.dtypes) == len(layout.shapes):
+        raise Refusal(
+            "Failed to receive weights: "
+            "names, dtypes and shapes differ in length, or a name is repeated."
+        )
+    for name, dtype_name, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise Refusal(
+                f"Failed to receive weights: '{name}' has no dtype of torch: {dtype_name!r}."
+            )
+        weights.target(name, shape, dtype)
+
+
+def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Refuse numbers that are not finite in the model's dtype: every answer would fail."""
+    if not target.is_floating_point() or not tensor.numel():
+        return
+    low, high = torch.aminmax(tensor)  # both are NaN if any number is; half the time of a copy
+    largest = max(-low, high)
+    is_finite = largest <= torch.finfo(target.dtype).max  # False for NaN
+    if not is_finite:
+        raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
+
+
+def _files(path: str) -> list[Path]:
+    """Return the safetensors files of a folder; refuse other kinds of files unopened."""
+    try:
+        file_names = os.listdir(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error  # without the path, which may be long
+        raise Refusal(f"Failed to get weights iterator: {path[:200]!r}: {reason}") from error
+    files = sorted(Path(path, name) for name in file_names if name.endswith(".safetensors"))
+    for file in files:
+        if not file.is_file():  # to open a FIFO would block
+            raise Refusal(f"Failed to get weights iterator: {file} is not a regular file.")
+    if not files:
+        raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
+    return files
+
+
+def _read(file: Path) -> list[Named]:
+    """Return the names and tensors of a file, mapped into memory."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
+
+
+def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
+    """Return (model in evaluation mode, tokenizer) of a Hugging Face folder.
+
+    Raises:
+        UserError: There is no such model, or this server cannot run it.
+    """
+    config, _ = read_model(path)
+    folder = Path(path).expanduser()
+    if dtype not in DTYPES:
+        raise UserError(f"model.dtype={dtype}: must be one of {', '.join(DTYPES)}.")
+    check_layers(config, path)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        attention = attention_of(AutoConfig.from_pretrained(folder))
+        options: Any = {"attn_implementation": attention}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            **options,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # each model fails in its own way
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"model.path={path}: cannot be loaded: {reason:.300}") from error
+    TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
+    model = loaded.to(pick_device(device))
+    model = model.eval().requires_grad_(False)
+    linear.use_fast_linear(model)
+    return model, tokenizer
+
+
+def pick_device(device: str) -> str:
+    """Resolve "auto" to the device of this machine.
+
+    Raises:
+        UserError: `device` is a GPU, and there is none.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"llm_server.embedded.device={device}: no GPU here. Use auto or cpu.")
+    return device

@@ -1,0 +1,1 @@
+"""`arealite eval` and `arealite collect`: sample tasks without a trainer."""

@@ -1,0 +1,259 @@
+"""The common part of `arealite eval` and `arealite collect`: check, find servers, sample, store."""
+
+import asyncio
+import contextlib
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.experiment_config import name_dir
+from arealite.api.llm import SamplingConfig, clients
+from arealite.api.sampling import SamplingRunConfig
+from arealite.api.task import Task
+from arealite.base import config as base_config
+from arealite.base import log, outputs
+from arealite.base.errors import UserError
+from arealite.base.folder_checks import check_name
+from arealite.base.model_folder import read_model
+from arealite.base.signals import on_stop
+from arealite.cli import configs, preflight
+from arealite.cli.options import Word
+from arealite.cli.packages import check_sampling_packages
+from arealite.cli.role import with_externals
+from arealite.ext.evaluation.samples import Samples
+from arealite.ext.evaluation.task_sampler import ObservingCollector, Sampler
+from arealite.impl.launcher.processes import own_servers
+from arealite.impl.rollout.collector import Collector
+from arealite.system.data.dataset import identity
+from arealite.system.data.prompts import check_prompts
+from arealite.system.data.tasks import GENERATED, check_first_rows, load_split
+from arealite.system.locks import lock_file
+from arealite.system.names.name_registry import Entry, NameRegistry
+
+SHOW_S = 5.0
+Config = TypeVar("Config", bound=SamplingRunConfig)
+
+
+def words(split: str) -> tuple[Word, ...]:
+    """Return the flags of the command that samples a split."""
+    command = "eval" if split == "eval" else "collect"
+    rows_option = "eval_rows" if split == "eval" else "rows"
+    environment = "trainer.ppo.collector.env.type={} name=" + command + "-{}"
+    return (
+        Word("--model", "M", "model.path={}"),
+        Word("--environment", "E", environment),
+        Word("-n --num-episodes", "N", f"tasks={{}} dataset.{rows_option}={{}}"),
+        Word("-o --output", "FILE", "out={}"),
+    )
+
+
+def with_defaults(config: Config, used_flags: set[str], split: str) -> Config:
+    """Set the options that a command with `--environment` or `--model` may omit.
+
+    The environment generates the tasks if there is no dataset. The command starts an LLM server if
+    there is none.
+
+    Args:
+        config: The config of the command.
+        used_flags: The flags on the command line.
+        split: "eval" or "train", the option of `dataset`.
+    """
+    dataset = config.dataset
+    launcher = config.launcher
+    if "--environment" in used_flags and not getattr(dataset, split):
+        config = replace(config, dataset=replace(dataset, **{split: GENERATED}))
+    if "--model" in used_flags and not _is_served(config):
+        print("no LLM server is running: this command starts one", file=sys.stderr)
+        config = replace(config, launcher=replace(launcher, llm_servers=1))
+    return config
+
+
+def _is_served(config: SamplingRunConfig) -> bool:
+    """Return whether the config names LLM servers, or servers of its trial are running."""
+    if config.launcher.llm_servers or config.llm_server.addresses:
+        return True
+    return bool(NameRegistry.of(config).list("llm_server"))
+
+
+@contextmanager
+def sampled(
+    config: SamplingRunConfig, split: str
+) -> Generator[tuple[list[Task], Samples, Counter[str]]]:
+    """Sample all tasks, without existing samples; yield (tasks, samples, failures by source).
+
+    Raises:
+        UserError: The input is wrong, or the folder has samples of another model or other options.
+        RoleError: See Sampler.run; or a server that this command started has exited.
+    """
+    outputs.log_to(config.folder / f"{config.name}.log")
+    log.setup(config.name, "warning")
+    tasks = load_split(config, split)[: config.tasks or None]
+    check_run(config, tasks, split)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_file(config.folder / ".lock", fix="Wait for it, or choose another name=…")
+    with lock, contextlib.ExitStack() as stack:
+        samples = Samples(config.folder / "samples.sqlite")
+        stack.callback(samples.close)
+        samples.begin(facts(config, tasks, split))
+        if config.launcher.llm_servers:  # a run with the same names would use these servers
+            names = name_dir(config)
+            names.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_file(names / ".lock", fix="Choose another trial_name."))
+        yield tasks, samples, sample(config, tasks, samples, split)
+
+
+def sample(
+    config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
+) -> Counter[str]:
+    """Run the missing episodes; return the number of failed samples by source."""
+    stored = samples.done()
+    wanted = [
+        (row, member)
+        for row, task in enumerate(tasks)
+        for member in range(config.n if split == "train" else task.eval_samples(config.n))
+    ]
+    if stored.issuperset(wanted):
+        return Counter()
+    import uvloop
+
+    try:
+        return uvloop.run(until_stopped(_sample(config, tasks, samples, split)))
+    except asyncio.CancelledError:
+        print(
+            f"{len(samples.done())} of {len(wanted)} samples are stored in {config.folder}: "
+            "the same command resumes from there",
+            file=sys.stderr,
+        )
+        raise KeyboardInterrupt from None
+
+
+async def until_stopped(work: Coroutine[object, object, Counter[str]]) -> Counter[str]:
+    """Return the result of `work`; a stop signal cancels it."""
+    task = asyncio.ensure_future(work)
+    on_stop(asyncio.get_running_loop(), lambda _: task.cancel())
+    return await task
+
+
+async def _sample(
+    config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
+) -> Counter[str]:
+    collector_config = config.trainer.ppo.collector
+    client = clients.get(collector_config.client.type)(config, collector_config.client)
+    collector_class = ObservingCollector if split == "train" else Collector
+    collector = collector_class(config, client, load_tokenizer(config.model.path))
+    sampler = Sampler(
+        config=config,
+        collector=collector,
+        samples=samples,
+        split="train" if split == "train" else "eval-0",
+        progress=Progress(config),
+    )
+
+    async def work() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
+            await client.start()
+            await collector.setup()
+            stack.push_async_callback(collector.close)
+            await sampler.run(tasks, config.n)
+
+    async with own_servers(config, config.folder):
+        await with_externals(config, work(), updates=False)
+    return sampler.failed
+
+
+def report_failed(failed: Counter[str]) -> int:
+    """Print the number of failed samples; return the exit code: 1 if there are any."""
+    for source, count in failed.items():
+        of_source = f" of {source}" if source else ""
+        print(f"{count} samples{of_source} failed; the same command retries them")
+    return int(bool(failed))
+
+
+class Progress:
+    """Prints the number of finished samples on stderr, every SHOW_S seconds."""
+
+    def __init__(self, config: SamplingRunConfig) -> None:
+        self._name = config.name
+        self._next = time.monotonic() + SHOW_S
+
+    def __call__(self, done: int, all_: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + SHOW_S
+            print(f"{self._name}: {done} of {all_} samples", file=sys.stderr, flush=True)
+
+
+def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> None:
+    """Check names, model, folder, servers and prompts, in the order of their cost."""
+    if not tasks:
+        raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
+    NameRegistry.of(config).check()
+    if config.model.adapter:
+        raise UserError(
+            f"model.adapter={config.model.adapter}: servers do not load it. "
+            "Sample from an export: model.path=EXPORT model.adapter=null."
+        )
+    configs.check_names(config)
+    check_sampling_packages(config)
+    check_name("name", config.name)
+    preflight.check_envs(config)
+    check_first_rows(config, [split])
+    model, _ = read_model(preflight.required(config.model.path, "model.path"))
+    preflight.check_run_folder(config)
+    entries = list[Entry]()
+    if not config.launcher.llm_servers:
+        entries = preflight.find_servers(config, model)
+    config = _with_sampling(config, options_of(config, split))
+    check_prompts(config, tasks, preflight.contexts(config, model, entries))
+    for warning in preflight.check_templates(config, tasks):
+        print(f"{config.name}: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _with_sampling(config: SamplingRunConfig, sampling: SamplingConfig) -> SamplingRunConfig:
+    """Return a config whose collector has other sampling options."""
+    ppo = config.trainer.ppo
+    collector = replace(ppo.collector, sampling=sampling)
+    trainer = replace(config.trainer, ppo=replace(ppo, collector=collector))
+    return replace(config, trainer=trainer)
+
+
+def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:
+    """Return the sampling options of a split."""
+    ppo = config.trainer.ppo
+    return ppo.collector.sampling if split == "train" else ppo.eval.sampling
+
+
+def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[str, str]:
+    """Return the values that must be equal for all samples of a folder; `n` may grow."""
+    collector = config.trainer.ppo.collector
+    folder = Path(config.model.path).expanduser().absolute()
+    rows = identity(config, tasks)
+    options = {
+        "sampling": asdict(options_of(config, split)),
+        "agent": asdict(collector.agent),
+    }
+    for name, part in collector.parts.items():
+        options[f"environment {name}".strip()] = asdict(part)
+    return {
+        "model.path": str(folder),
+        "weights": _weights_digest(folder),
+        "dataset_rows": rows["dataset_rows"],
+        "dataset_digest": rows["dataset_digest"],
+        **dict(base_config.values("", options)),
+    }
+
+
+def _weights_digest(folder: Path) -> str:
+    """Return a digest of the names, sizes and times of the weight files in a folder."""
+    files = list[tuple[str, int, int]]()
+    for file in sorted(folder.glob("*.safetensors")):
+        stat = file.stat()
+        files.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return hashlib.blake2b(str(files).encode(), digest_size=8).hexdigest()

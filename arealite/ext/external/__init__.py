@@ -1,0 +1,1 @@
+"""Servers that AReaLite did not start."""

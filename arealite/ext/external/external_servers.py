@@ -1,0 +1,352 @@
+"""Registers external servers: SGLang servers that AReaLite did not start.
+
+The servers do not register themselves. The datapipe's process polls each server and writes its
+name while it replies; it never stops a server. Two trials that publish to one server would
+overwrite each other's weights, so `examine` refuses a server that has a live name in another trial.
+Trials with another `cluster.name_root` are not found: use a server in one trial only.
+"""
+
+import asyncio
+import math
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.llm_server import UNTRUSTED
+from arealite.base import log, model_folder
+from arealite.base.errors import RoleError, UserError
+from arealite.base.model_folder import read_json, vocab_size
+from arealite.impl.server.sglang_api import follow, total_load
+from arealite.system.health.waits import Wait
+from arealite.system.names.name_registry import Entry, NameRegistry
+
+logger = log.get(__name__)
+
+ANSWER_S = 10.0
+"""Time limit for the description of a server; a loaded server may need seconds."""
+SILENT = (aiohttp.ClientError, OSError, RoleError)
+
+
+class ExternalServers:
+    """Writes the names of the servers in `llm_server.addresses` while `run` runs."""
+
+    def __init__(self, config: ExperimentConfig, *, updates: bool = True) -> None:
+        self.updates = updates
+        """False: the run does not publish to the servers and does not change their version."""
+        self.addresses = config.llm_server.addresses
+        self.registry = NameRegistry.of(config)
+        self.model = read_json(config.model.path)
+        self._pid_of_address: dict[str, str] = {}
+        """Process id last seen at each address."""
+
+    async def run(self) -> None:
+        """Register every server until cancelled."""
+        self._session = aiohttp.ClientSession(headers=self.registry.headers("external"))
+        async with self._session, asyncio.TaskGroup() as tasks:
+            for address in self.addresses:
+                tasks.create_task(self._register(address), name=f"external server {address}")
+
+    async def _register(self, address: str) -> None:
+        """Write a server's name while the server replies. Waits for: the server, and the clock."""
+        last_error = None
+        num_silences = 0
+        while True:
+            try:
+                entry = await describe(self._session, address)
+                entry["pid"] = entry["pid"] or f"seen {num_silences}"
+                await self._check(address, entry)
+            except (*SILENT, UserError) as error:
+                if str(error) != last_error:  # log an error once, not every second
+                    last_error = str(error)
+                    logger.warning(
+                        "external server not in use",
+                        address=address,
+                        error=last_error,
+                    )
+                await asyncio.sleep(self.registry.heartbeat_s)
+                continue
+            changed = asyncio.Event()
+            registered = self.registry.registered(
+                "llm_server",
+                entry_id(address),
+                entry.copy,
+                changed=changed,
+            )
+            async with registered:
+                logger.info("external server in use", address=address, version=entry["version"])
+                last_error = await self._until_silent(entry, changed)
+            num_silences += 1
+            logger.warning("external server lost", address=address, error=last_error)
+
+    async def _check(self, address: str, entry: dict[str, Any]) -> None:
+        """Check a server's model, and mark its weights as untrusted if it is new to this run.
+
+        The same version number of an earlier run means other weights.
+        """
+        difference = other_model(entry, self.model)
+        if difference:
+            raise UserError(difference)
+        entry["vocab_size"] = vocab_size(self.model)
+        if not self.updates or self._pid_of_address.get(address) == entry["pid"]:
+            return
+        url = f"{entry['address']}/update_weight_version"
+        body = {
+            "new_version": UNTRUSTED,
+            "abort_all_requests": False,
+        }
+        with bounded(url, ANSWER_S):
+            async with self._session.post(url, json=body) as response:
+                if response.status == 200:  # a server without this route keeps its version
+                    entry["version"] = UNTRUSTED
+        self._pid_of_address[address] = entry["pid"]
+
+    async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
+        """Update version and load of a registered server; return the error that ended it."""
+        url = entry["address"]
+        heartbeat_s = self.registry.heartbeat_s
+
+        async def version() -> str | int | None:
+            info = await get(self._session, f"{url}/model_info", self.registry.ttl_s)
+            return info.get("weight_version")
+
+        async def load() -> dict[str, int] | None:
+            with suppress(*SILENT, UserError):
+                loads = await get(self._session, f"{url}/v1/loads", heartbeat_s)
+                return total_load(loads)
+
+        try:
+            await follow(
+                entry,
+                changed,
+                version,
+                load,
+                heartbeat_s=heartbeat_s,
+            )
+        except (*SILENT, UserError) as error:
+            return str(error) or repr(error)
+
+
+def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    """Check every external server; return the names that they will have.
+
+    Args:
+        config: Experiment of the run.
+        model: The trainer's config.json.
+
+    Raises:
+        UserError: a server cannot be used; the error has a line for each such server.
+    """
+    addresses = config.llm_server.addresses
+    for address in addresses:
+        check_form(address, addresses)
+    key_variable = config.llm_server.api_key_env
+    if addresses and key_variable and not os.environ.get(key_variable, "").strip():
+        raise UserError(
+            f"the environment has no {key_variable}, which llm_server.api_key_env names. "
+            "Set it, or set llm_server.api_key_env= for servers without a key."
+        )
+    return asyncio.run(_examine(config, model))
+
+
+async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    addresses = config.llm_server.addresses
+    headers = NameRegistry.of(config).headers("external")
+    async with aiohttp.ClientSession(headers=headers) as session:
+        requests = (describe(session, address) for address in addresses)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+    problems: list[str] = []
+    entries: list[Entry] = []
+    for address, answer in zip(addresses, answers, strict=True):
+        problem = _unusable_reason(config, model, address, answer)
+        if problem:
+            problems.append(f"llm_server.addresses: {address}: {problem}")
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            answer["vocab_size"] = vocab_size(model)
+            entry = Entry(
+                role="llm_server",
+                id=entry_id(address),
+                value=answer,
+                age_s=0.0,
+            )
+            entries.append(entry)
+    if problems:
+        raise UserError("\n".join(problems))
+    return entries
+
+
+def _unusable_reason(
+    config: ExperimentConfig,
+    model: dict[str, Any],
+    address: str,
+    answer: dict[str, Any] | BaseException,
+) -> str | None:
+    """Return an error if the run cannot use a server; None if it can, or for an unexpected error.
+
+    Args:
+        config: Experiment of the run.
+        model: The trainer's config.json.
+        address: Address of the server.
+        answer: Description of the server, or the error of the request for it.
+    """
+    if isinstance(answer, UserError):
+        return str(answer)
+    if isinstance(answer, RoleError):
+        return f"the server did not answer: {answer}. Start it, or correct the address."
+    if isinstance(answer, SILENT):
+        return f"the server cannot be reached: {answer}. Start it, or correct the address."
+    if isinstance(answer, BaseException):
+        return None
+    return other_model(answer, model) or taken(config, address)
+
+
+def check_form(address: str, addresses: Sequence[str]) -> None:
+    """Check that an address is host:port and is given only once.
+
+    Raises:
+        UserError: it is not.
+    """
+    host = r"\[[0-9a-fA-F:.]+\]|[\w.-]+"
+    match = re.fullmatch(rf"(?:{host}):(\d{{1,5}})", address)
+    if match is None or not 0 < int(match[1]) < 2**16:
+        raise UserError(
+            f"llm_server.addresses: {address!r} is not host:port, as in 10.0.0.7:30000."
+        )
+    if addresses.count(address) > 1:
+        raise UserError(f"llm_server.addresses: {address} is given twice. Give it once.")
+
+
+def taken(config: ExperimentConfig, address: str) -> str | None:
+    """Return an error if another trial has a live name for this server; else None."""
+    names = NameRegistry.of(config)
+    for root, entry in names.everywhere("llm_server", entry_id(address)):
+        if root != names.root or entry.value.get("type") != "external":
+            trial = "/".join(root.parts[-2:])
+            return f"{trial} uses this server already. Remove the address, or end that trial."
+    return None
+
+
+def entry_id(address: str) -> str:
+    """Return the name under which the server at `address` is registered."""
+    return address.replace("localhost", "127.0.0.1").replace(":", "-")
+
+
+def bounded(url: str, seconds: float) -> Wait:
+    """Return a wait for the reply to a request of `url`."""
+    _, _, address, *_ = url.split("/")
+    return Wait(
+        what=f"an answer of {url}",
+        owner="external servers",
+        on=f"llm_server-{entry_id(address)}",
+        seconds=seconds,
+        replies_soon=True,
+    )
+
+
+async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
+    """Return the content of a server's name, without the size of its vocabulary.
+
+    Raises:
+        UserError: the server is no SGLang server, or requires another key.
+        DeadlineError, aiohttp.ClientError, OSError: the server does not reply.
+    """
+    url = f"http://{address}"
+    model_info = await get(session, f"{url}/model_info")
+    server_info = await get(session, f"{url}/server_info")
+    models = await get(session, f"{url}/v1/models")
+    if "model_path" not in model_info or "weight_version" not in model_info:
+        raise UserError(
+            f"it is not an SGLang server (its /model_info returns {str(model_info)[:80]}). "
+            "Correct the address."
+        )
+    first_model, *_ = models.get("data") or [{}]
+    # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
+    context_lengths = [
+        server_info.get("max_req_input_len"),
+        first_model.get("max_model_len"),
+    ]
+    return {
+        "address": url,
+        "type": "external",
+        # An update changes model_path.
+        "model_path": model_info.get("tokenizer_path") or model_info["model_path"],
+        "model_type": model_info.get("model_type"),
+        "architectures": model_info.get("architectures"),
+        "context_length": min(filter(None, context_lengths), default=None),
+        "version": model_info["weight_version"],
+        "host": address.rpartition(":")[0],
+        "pid": _start_id(server_info),
+    }
+
+
+def _start_id(server_info: dict[str, Any]) -> str | None:
+    """Return numbers that a server draws or measures at its start; None if it reports none."""
+    startup_times = server_info.get("startup_time") or {}
+    numbers = [server_info.get("random_seed"), startup_times.get("tokenizer_e2e")]
+    if not any(numbers):
+        return None
+    return "/".join(map(str, numbers))
+
+
+async def get(session: aiohttp.ClientSession, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
+    """Return the JSON object at `url`; {} if there is none.
+
+    Raises:
+        UserError: the server requires another key.
+        DeadlineError: the server does not reply within `wait_s`.
+    """
+    with bounded(url, wait_s):
+        async with session.get(url) as response:
+            raw = await response.read()
+    if response.status in (401, 403):
+        raise UserError(
+            "the server requires another key. "
+            "Set llm_server.api_key_env to the environment variable with its key."
+        )
+    if response.status == 200:
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(raw, type=dict)
+    return {}
+
+
+def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
+    """Return an error if a server's model differs from the trainer's; else None.
+
+    Sizes are compared only if the server's model folder can be read here, because the server
+    reports only the type of its model.
+
+    Args:
+        entry: Content of the server's name.
+        model: The trainer's config.json.
+    """
+    folder = Path(str(entry["model_path"]))
+    served_model = read_json(folder) if folder.is_absolute() else {}
+    for key in ("architectures", "model_type"):
+        if entry[key]:
+            served_model[key] = entry[key]
+    difference = model_folder.model_difference(served_model, model)
+    if difference:
+        return f"{difference} Correct the address, or restart it with this model."
+    served_length = entry["context_length"] or 0
+    max_length = _max_context_length(model)
+    if served_length > max_length:
+        return (
+            f"it serves another model: its context is {served_length}, "
+            f"the model's is {max_length:g}."
+        )
+    return None
+
+
+def _max_context_length(model: dict[str, Any]) -> float:
+    """Return the longest context that a config.json allows, in tokens; infinity if unknown."""
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    num_positions = model.get("max_position_embeddings") or math.inf
+    return num_positions * (rope.get("factor") or 1)

@@ -1,0 +1,1 @@
+"""Reads models in the format GGUF."""

@@ -1,0 +1,1 @@
+"""Environments in other processes, on other hosts, and in containers."""

@@ -1,0 +1,1 @@
+"""Metric loggers that need a package or a service."""

@@ -1,0 +1,1 @@
+"""Training of special models: LoRA, mixtures of experts, long contexts, trees of prefixes."""

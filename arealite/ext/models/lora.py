@@ -1,0 +1,379 @@
+"""Low-rank adapters of peft: added to a model, merged into its weights, written as a folder.
+
+Servers and exports get merged weights under the names of the Hugging Face folder. peft is imported
+only where adapters are configured.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.pytorch_utils import Conv1D
+
+from arealite.api.engine import Head
+from arealite.api.engine_config import LoRAConfig
+from arealite.base.errors import UserError, one_line
+from arealite.base.extras import extra_requirement, import_optional
+from arealite.base.files import follow_umask
+from arealite.base.log import get
+from arealite.base.model_folder import weight_files
+from arealite.ext.models.adapter_folder import EXPERTS, PREFIX, counted
+from arealite.impl.engine.head import decoder_of
+
+log = get(__name__)
+BASE = ".base_layer."
+ADAPTER = ".lora_"
+NAME = "default"
+ALL = "all-linear"
+LINEAR = (nn.Linear, Conv1D)
+Full = Callable[[torch.Tensor], torch.Tensor]
+"""Gathers a parameter's shards, on all ranks."""
+
+
+def inject(
+    module: Any,
+    config: LoRAConfig,
+    head: Head,
+    folder: Path | None = None,
+) -> Any:
+    """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
+
+    The adapters are float32 and on the meta device. A value head is trained as well.
+
+    Args:
+        module: The model.
+        config: Rank, alpha and targets.
+        head: The model's head.
+        folder: An adapter whose adapter_config.json replaces `config`.
+
+    Raises:
+        UserError: peft is not installed, or no module has the name of a target; some of the default
+            targets may have no module. Or such a module is no linear layer of the decoder, or the
+            model reads its weight directly, so that an adapter would have no effect.
+    """
+    peft = import_optional("peft", extra_requirement("lora"))
+    if folder:
+        peft_config = peft.LoraConfig.from_pretrained(str(folder))
+        peft_config.inference_mode = False
+        peft_config.init_lora_weights = True
+        option = f"model.adapter={folder}"
+        advice = "Merge the adapter into a model folder"
+    else:
+        peft_config = _peft_config(module, config, head)
+        option = f"engine.fsdp.lora.targets {config.targets}"
+        advice = f"Name other layers, or use targets=[{ALL}]"
+    try:
+        if not folder:
+            _check_targets(module, config.targets)
+        with warnings.catch_warnings(action="ignore"):  # GPT-2 has weights [inputs, outputs]
+            peft.inject_adapter_in_model(
+                peft_config,
+                module,
+                adapter_name=NAME,
+                low_cpu_mem_usage=True,
+            )
+    except ValueError as error:
+        reason = one_line(error).partition(". ")[0]
+        raise UserError(f"{option}: {reason}. {advice}.") from error
+    for name, layer in _adapted(module):
+        reason = _refusal_reason(module, name, layer)
+        if reason is not None:
+            raise UserError(f"{option}: '{name}' {reason}. {advice}.")
+    if head == "value":
+        module.score.requires_grad_(True)
+    return peft_config
+
+
+def _peft_config(module: Any, config: LoRAConfig, head: Head) -> Any:
+    """Return peft's config of new adapters."""
+    peft = import_optional("peft", extra_requirement("lora"))
+    targets = list(config.targets)
+    if targets == [ALL]:
+        targets = _all_linear(module)
+    decoder = decoder_of(module)
+    decoder_name = next(name for name, part in module.named_modules() if part is decoder)
+    parent, _, leaf = decoder_name.rpartition(".")
+    # Layers outside the decoder read images.
+    outside_decoder = rf"{parent}\.(?!{leaf}\.).*" if parent else None
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        exclude_modules=outside_decoder,
+        task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
+    )
+
+
+def _check_targets(module: Any, targets: list[str]) -> None:
+    """Raise ValueError if a target has no module; some of the default targets may have none."""
+    if targets in ([ALL], LoRAConfig().targets):
+        return
+    leaves = {_leaf(name) for name, _ in module.named_modules()}
+    absent = [target for target in targets if _leaf(target) not in leaves]
+    if absent:
+        raise ValueError(f"Target modules {absent} not found in the base model")
+
+
+def _refusal_reason(
+    module: Any,
+    name: str,
+    layer: Any,
+) -> str | None:
+    """Return the reason for which a layer cannot have an adapter; None if it can."""
+    base = layer.get_base_layer()
+    if not hasattr(base, "weight"):
+        return (
+            "holds all its experts in one parameter, which cannot be adapted "
+            "(gate_proj, up_proj, down_proj)"
+        )
+    is_head = layer is module.get_output_embeddings()
+    if is_head or not isinstance(base, LINEAR):
+        return "is no linear layer inside the decoder, and gets no adapter"
+    if _ignores(module, name):
+        return "is read without its forward, and gets no adapter"
+    return None
+
+
+def _adapted(module: Any) -> list[tuple[str, Any]]:
+    """List the names and layers that have an adapter."""
+    return [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
+
+
+def _linear(module: Any) -> list[tuple[str, Any]]:
+    """List the names and linear layers, without the head."""
+    heads = module.get_output_embeddings(), getattr(module, "score", None)
+    linear_layers = list[tuple[str, Any]]()
+    for name, part in module.named_modules():
+        if isinstance(part, LINEAR) and part not in heads:
+            linear_layers.append((name, part))
+    return linear_layers
+
+
+def _stacks(module: Any) -> list[str]:
+    """List the parameters that hold the matrices of several experts, [experts, rows, columns]."""
+    names = list[str]()
+    for name, param in module.named_parameters():
+        # The kernels of a convolution have a dimension of 1.
+        if param.ndim == 3 and min(param.shape) > 1:
+            names.append(name)
+    return names
+
+
+def _all_linear(module: Any) -> list[str]:
+    """Return the targets of the linear layers that peft can adapt."""
+    names = [name for name, _ in _linear(module)]
+    targets = {_leaf(name) for name in names}
+    unsupported = {_leaf(name) for name in names if _ignores(module, name)}
+    if _stacks(module):  # peft takes these names for experts in one parameter
+        unsupported |= EXPERTS
+    return sorted(targets - unsupported)
+
+
+def _ignores(module: Any, name: str) -> bool:
+    """Return whether a model may read the weight of a layer directly, without its adapter."""
+    parent_name, _, leaf = name.rpartition(".")
+    parent = module.get_submodule(parent_name)
+    layer = module.get_submodule(name)
+    class_names = type(parent).__name__ + type(layer).__name__
+    if "Router" in class_names:
+        return True
+    if leaf not in ("x_proj", "dt_proj", "out_proj"):
+        return False
+    return re.search("Mamba|H1Mixer", class_names) is not None
+
+
+def _leaf(name: str) -> str:
+    """Return the last part of a name; if it is a number, the last two, as in `experts.0`."""
+    *_, parent, leaf = ["", *name.split(".")]
+    if leaf.isdigit():
+        return f"{parent}.{leaf}"
+    return leaf
+
+
+def coverage(module: Any) -> tuple[str, str]:
+    """Return the layers with and without an adapter, as in `q_proj ×28, v_proj ×28`."""
+    with_adapter = list[str]()
+    inside_adapted = set[Any]()
+    for name, layer in _adapted(module):
+        with_adapter.append(_leaf(name))
+        inside_adapted.update(layer.modules())
+    without_adapter = list[str]()
+    for name, layer in _linear(module):
+        if layer not in inside_adapted:
+            without_adapter.append(_leaf(name))
+    without_adapter += [_leaf(name) for name in _stacks(module)]
+    return counted(with_adapter), counted(without_adapter)
+
+
+def report(module: Any, targets: list[str]) -> None:
+    """Log which layers have adapters; a warning if layers without one may be unintended."""
+    with_adapter, without_adapter = coverage(module)
+    log.info("adapters", layers=with_adapter, without=without_adapter)
+    if without_adapter and targets == LoRAConfig().targets:
+        log.warning(
+            "layers without adapter",
+            layers=without_adapter,
+            fix=f"engine.fsdp.lora.targets=[{ALL}] adapts all layers that peft can adapt",
+        )
+
+
+def load_adapter(module: nn.Module, folder: Path) -> None:
+    """Copy the adapter of a folder that peft wrote into the adapters of `module`.
+
+    Raises:
+        UserError: The folder has other tensors than `module`.
+    """
+    stored = dict[str, torch.Tensor]()
+    for file in weight_files(folder):
+        stored |= load_file(file)
+    trained = dict[str, torch.Tensor]()
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            trained[_peft_name(name)] = param.detach()
+    differing = _shapes(stored).items() ^ _shapes(trained).items()
+    names = sorted({name for name, _ in differing})
+    if names:
+        raise UserError(
+            f"model.adapter={folder} has tensors that differ from its config on this model: "
+            f"{', '.join(names[:3])} ({len(names)} in all). Use another."
+        )
+    for name, tensor in trained.items():
+        fill(tensor, stored[name])
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
+    if isinstance(tensor, DTensor):
+        # src_data_rank=None: every rank cuts its own shard from `full`, without communication.
+        full = distribute_tensor(
+            full,
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            src_data_rank=None,
+        ).to_local()
+        tensor = tensor.to_local()
+    tensor.copy_(full)
+
+
+def _peft_name(name: str) -> str:
+    return f"{PREFIX}{name.replace(f'.{NAME}.', '.')}"
+
+
+def file_name(name: str) -> str:
+    """Return the name of a parameter in files of the model."""
+    return name.replace(BASE, ".")
+
+
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model's files: parameters, tied ones once, and persistent buffers."""
+    seen = set[int]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def first_value(
+    name: str,
+    shape: torch.Size,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Return the initial value of a parameter that no file has.
+
+    Matrices A are uniform in ±1/√inputs, as in peft. The others are 0: adapters add 0 at first.
+    """
+    if ".lora_A." not in name:
+        return torch.zeros(shape)
+    return torch.empty(shape).uniform_(-1, 1, generator=generator) / math.sqrt(shape[-1])
+
+
+def merged(
+    module: nn.Module,
+    full: Full,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
+    has an adapter: added in float32, then rounded to `dtype`. Buffers keep their own dtype."""
+    for name, param in state_tensors(module):
+        if ADAPTER in name:
+            continue
+        layer_name, _, leaf = name.rpartition(BASE)
+        if layer_name and leaf == "weight":
+            layer = module.get_submodule(layer_name)
+            yield file_name(name), _merged_weight(layer, param, full).to(dtype)
+        else:
+            is_buffer = not isinstance(param, nn.Parameter)
+            stored_dtype = param.dtype if is_buffer else dtype
+            yield file_name(name), full(param.detach().to(stored_dtype))
+
+
+def _merged_weight(
+    layer: Any,
+    param: torch.Tensor,
+    full: Full,
+) -> torch.Tensor:
+    """Return the full weight of a layer with its adapter, float32."""
+    up = full(layer.lora_B[NAME].weight.detach())
+    down = full(layer.lora_A[NAME].weight.detach())
+    weight = full(param.detach()).float()
+    scaling = layer.scaling[NAME]
+    if layer.fan_in_fan_out:  # the weight is [inputs, outputs]
+        return weight.addmm(down.T, up.T, alpha=scaling)
+    return weight.addmm(up, down, alpha=scaling)
+
+
+def write(
+    module: nn.Module,
+    full: Full,
+    config: Any,
+    folder: Path | None,
+    *,
+    base: Path,
+) -> None:
+    """Write the trained parameters as an adapter of `base` for peft; folder None: only gather."""
+    tensors = dict[str, torch.Tensor]()
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            tensors[_peft_name(name)] = full(param.detach()).cpu()
+    if folder:
+        folder.mkdir()
+        file = folder / "adapter_model.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        follow_umask([file])
+        config.base_model_name_or_path = str(base)
+        config.save_pretrained(folder)
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the adapters' shards."""
+    copies = dict[str, torch.Tensor]()
+    for name, param in module.named_parameters():
+        if ADAPTER in name:
+            copies[name] = param.detach().clone()
+    return copies
+
+
+@contextmanager
+def replaced(module: nn.Module, others: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Set the adapters of `module` to `others`, from `values`, within the context; {}: no-op."""
+    originals = values(module) if others else {}
+    params = dict(module.named_parameters())
+    for name, tensor in others.items():
+        params[name].data.copy_(tensor)
+    try:
+        yield
+    finally:
+        for name, tensor in originals.items():
+            params[name].data.copy_(tensor)

@@ -1,0 +1,263 @@
+"""A command of AReaLite as a child process of a script or a notebook."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from arealite.api.agent import agents
+from arealite.api.env import envs
+from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.base.model_folder import local_folder
+from arealite.cli import configs, presets
+from arealite.cli.preflight import is_self_served
+from arealite.ext.notebook.objects import data_path, encode, registered, reward_options
+from arealite.impl.launcher.exit_reason import ERROR, exit_reason
+from arealite.impl.launcher.processes import GUARD, how_ended
+from arealite.system.data.tasks import reward_of
+from arealite.system.names.name_registry import NameRegistry
+
+T = TypeVar("T")
+C = TypeVar("C", bound=ExperimentConfig)
+Parts = Mapping[str, Any]
+Overrides = Mapping[str, object] | Sequence[str] | None
+Config = str | Path | Sequence[str | Path]
+NESTED = "AREALITE_NESTED"
+"""Environment variable of the processes that this API starts."""
+CHECKER = "arealite-check"
+"""Name of the checking thread."""
+COLLECTOR = "trainer.ppo.collector"
+GUARDED = GUARD.replace("kill -9 0", "kill -TERM 0")
+"""Shell script: when this process exits, the command gets SIGTERM and writes its checkpoint."""
+POLL_S = 0.2
+_running = set["Command"]()
+"""Keeps running commands: the end of an object closes its pipe, which stops its command."""
+
+
+def checked(check: Callable[[], T]) -> T:
+    """Return the result of a check, made in a thread: notebooks run an event loop in theirs.
+
+    Raises:
+        UserError: A process of a run, or the check itself, imports the calling script.
+    """
+    if NESTED in os.environ or threading.current_thread().name.startswith(CHECKER):
+        raise UserError(
+            "a process of a run imports this script, which would start another run. "
+            "Move the calls of arealite.train and others below "
+            '`if __name__ == "__main__":`.'
+        )
+    with ThreadPoolExecutor(1, CHECKER) as thread:
+        return thread.submit(check).result()
+
+
+def words(overrides: Overrides, **options: object) -> list[str]:
+    """Return overrides, and the options that are not None, as words of the command line."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r}: use a dict, as in {{'trainer.ppo.lr': 1e-6}}.")
+    written = list[str]()
+    values = {key: value for key, value in options.items() if value is not None}
+    if isinstance(overrides, Mapping):
+        values |= overrides
+    elif overrides is not None:
+        written += overrides
+    return [*written, *(f"{key}={encode(value).decode()}" for key, value in values.items())]
+
+
+def resolve(
+    schema: type[C],
+    config: Config,
+    user_words: Sequence[str],
+    data: Parts,
+    parts: Parts,
+) -> tuple[C, list[str]]:
+    """Return the config of a command, and its words.
+
+    Args:
+        schema: The command's root config class.
+        config: Preset or file, or several.
+        user_words: Words of the user.
+        data: Rows by option; None: not given.
+        parts: `model`, `reward`, `env` and `agent`; None: not given.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    names = [config] if isinstance(config, str | Path) else config
+    files = [presets.find(str(name)) for name in names]
+    argv = [*user_words]
+    base = configs.load(schema, files, argv)
+    folder = run_paths(base).root.parent
+    data_paths = {
+        option: data_path(rows, folder, option) for option, rows in data.items() if rows is not None
+    }
+    argv += words(data_paths)
+    argv += part_words(base, {name: part for name, part in parts.items() if part is not None})
+    loaded = configs.load(schema, files, argv)
+    if _needs_server(loaded):
+        argv.append("launcher.llm_servers=1")
+        loaded = configs.load(schema, files, argv)
+    return loaded, [*(f"--config={file}" for file in files), *argv]
+
+
+def _needs_server(config: ExperimentConfig) -> bool:
+    """Return whether the run generates, and there is no server for it."""
+    if config.trainer.is_offline or is_self_served(config):
+        return False
+    if config.llm_server.addresses:
+        return False
+    return not NameRegistry.of(config).list("llm_server")
+
+
+def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
+    """Return the words of `model`, `env`, `agent`, `reward`, and of the `imports` that they need.
+
+    Raises:
+        UserError: The run has no such part, or no other process can import it.
+    """
+    collector = base.trainer.ppo.collector
+    _check_has_one_env(base, parts)
+    options = dict[str, object]()
+    imports = [*base.imports]
+    if "model" in parts:
+        options["model.path"] = local_folder(str(parts["model"]))
+    for name, table in (("env", envs), ("agent", agents)):
+        if name in parts:
+            part_type, modules = registered(parts[name], table)
+            options[f"{COLLECTOR}.{name}.type"] = part_type
+            imports += [module for module in modules if module not in imports]
+    if "reward" in parts:
+        env = str(options.get(f"{COLLECTOR}.env.type", collector.env.type))
+        env_options = env if env in envs.configs else envs.base_of(env)
+        if reward_of(replace(collector.env, type=env)) is None:
+            raise UserError(f"reward: environment {env} computes its own. Remove the argument.")
+        options[f"{COLLECTOR}.env.{env_options}.reward"] = reward_options(parts["reward"])
+    return words(options, imports=imports if imports != base.imports else None)
+
+
+def _check_has_one_env(config: ExperimentConfig, parts: Parts) -> None:
+    """Check that the run has the environment that `env`, `agent` and `reward` are for.
+
+    Raises:
+        UserError: An offline trainer has no environment, and collector.envs has several.
+    """
+    env_parts = sorted(parts.keys() - {"model"})
+    if not env_parts:
+        return
+    if config.trainer.ppo.collector.envs:
+        raise UserError(
+            f"{env_parts[0]}: the run has several environments: "
+            f"set {COLLECTOR}.envs.NAME in overrides."
+        )
+    if config.trainer.is_offline:
+        raise UserError(
+            f"{env_parts[0]}: the run has no environment, "
+            f"because trainer.type={config.trainer.type}: remove it."
+        )
+
+
+class Command:
+    """A running command. Its output is in the file `log`."""
+
+    def __init__(self, argv: Sequence[str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "arealite.cli.main", *argv]
+        environment = {
+            **os.environ,
+            NESTED: "1",
+            "PYTHONPATH": os.pathsep.join(own_folders()),
+            "FORCE_COLOR": "",  # a notebook sets it
+        }
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", GUARDED, "sh", *command],
+                stdin=subprocess.PIPE,  # closes when this process ends, whatever the reason
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches only this process
+            )
+        self.log = log
+        _running.add(self)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while the command runs."""
+        code = self.process.poll()
+        if code is not None and self.process.stdin:
+            self.process.stdin.close()
+            _running.discard(self)
+        return code
+
+    def wait(self) -> int:
+        """Print the output until the command ends; return its exit code.
+
+        An interrupt (Ctrl-C, or the stop button of a notebook) is sent on to the command, and is
+        raised when the command has ended.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        code = None
+        with self.log.open(encoding="utf-8", errors="replace") as output:
+            while code is None:
+                try:
+                    with suppress(subprocess.TimeoutExpired):
+                        self.process.wait(POLL_S)
+                    code = self.code
+                    with suppress(OSError):  # a closed output does not end the run
+                        print(output.read(), end="", flush=True)
+                except KeyboardInterrupt as error:
+                    interrupt = error
+                    self.process.send_signal(signal.SIGINT)
+        if interrupt:
+            raise interrupt
+        return code
+
+    def stop(self, number: int) -> None:
+        """Send a signal, and return when the command has ended."""
+        self.process.send_signal(number)
+        self.process.wait()
+        _ = self.code
+
+    def wait_for_line(self, begin: str) -> str:
+        """Return the rest of the first line of the output that begins with `begin`.
+
+        Raises:
+            ArealiteError: The command has ended.
+        """
+        line = re.compile(f"^{re.escape(begin)}(.*)\n", re.M)
+        while True:
+            match = line.search(self.log.read_text("utf-8", "replace"))
+            if match:
+                return match[1]
+            if self.code is not None:
+                raise self.error("the server")
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(POLL_S)
+
+    def error(self, subject: str) -> ArealiteError:
+        """Return the error of a command that failed: its end, its last error line, its log."""
+        code = self.code or 0
+        output = self.log.read_text("utf-8", "replace")
+        lines = [line.strip() for line in output.splitlines()]
+        errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+        reason = errors[-1] if errors else exit_reason(output, code).removeprefix(ERROR)
+        error_class = UserError if code == UserError.exit_code else RoleError
+        return error_class(f"{subject} failed ({how_ended(code)}): {reason} Log: {self.log}")
+
+
+def own_folders() -> list[str]:
+    """List the folders of `sys.path` that other processes of this Python do not have."""
+    installed = (f"{sys.prefix}{os.sep}", f"{sys.base_prefix}{os.sep}")
+    return [
+        folder
+        for folder in sys.path
+        if folder and "-packages" not in folder and not folder.startswith(installed)
+    ]

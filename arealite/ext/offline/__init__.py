@@ -1,0 +1,1 @@
+"""Trainers without rollouts: SFT, DPO and reward models."""

@@ -1,0 +1,1 @@
+"""Trains a run again from its ledger, and compares each step."""

@@ -1,0 +1,1 @@
+"""Adapts the number of workers to the load."""

@@ -1,0 +1,259 @@
+"""State of a run, read from its files: config, metrics, names and vitals.
+
+The launcher's console and `arealite top`, which may run on another machine, use this reader.
+"""
+
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+from omegaconf import DictConfig, OmegaConf
+
+from arealite.api.experiment_config import ExperimentConfig, name_dir
+from arealite.api.trainer import TrainerConfig
+from arealite.api.trial import ClusterConfig
+from arealite.base import config as base_config
+from arealite.base.errors import UserError
+from arealite.base.trial_files import RunPaths
+from arealite.system.clocks import folder_time
+from arealite.system.health import diagnosis
+from arealite.system.health.diagnosis import Finding, RoleStatus
+from arealite.system.names.name_registry import Entry, NameRegistry
+
+Line = dict[str, float]
+WINDOW = 20
+"""Number of steps over which rates and waits are averaged."""
+QUIET_S = 120.0
+"""A run without visible processes is over when its files did not change for this long. Before, it
+may be starting, or its vitals may not be visible from this host."""
+FAILED = "failed_"
+"""Prefix of the counters of failed episodes, in metrics and vitals."""
+PUBLISHING = ("stage", "pause", "load", "continue", "stall")
+"""Parts of a weight update, as in names of metrics."""
+STEP_METRICS = "time/step_s", "reward/mean", "reward/unscored", "train/epoch"
+"""Each trained step has one of these metrics."""
+CURVES = ("reward/mean", "train/loss", *(f"publish/{part}_s" for part in PUBLISHING))
+
+
+class Metrics:
+    """Reads metrics.jsonl as it grows; from its start when a resumed trainer rewrites it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._inode = 0
+        self._offset = 0
+        self._seen_times = set[float]()
+        """Times of all lines read. A line with a known time was read before; times are not
+        compared otherwise, because the hosts' clocks may differ."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.curves = defaultdict[str, list[float]](list)
+        """The metrics of CURVES over all steps."""
+        self.recent = deque[Line](maxlen=WINDOW)
+        """Lines of the newest steps."""
+        self.evals = dict[int, Line]()
+        """Held-out metrics, by step."""
+        self.failures = Counter[str]()
+        """Failed episodes by class."""
+
+    @property
+    def newest(self) -> Line:
+        """Line of the newest step; {} before the first."""
+        return self.recent[-1] if self.recent else {}
+
+    @property
+    def steps(self) -> int:
+        """Number of trained steps."""
+        return int(self.newest.get("step", 0.0))
+
+    def poll(self) -> list[Line]:
+        """Read the lines written since the last call; return those never read before."""
+        new_lines = list[Line]()
+        try:
+            raw_lines = self._read_raw()
+        except OSError:  # not written yet, or moved
+            return new_lines
+        for raw_line in raw_lines:
+            self._offset += len(raw_line) + 1
+            with suppress(msgspec.DecodeError, KeyError):  # incomplete: its writer was killed
+                line = msgspec.json.decode(raw_line, type=dict[str, float])
+                self._add_line(line)
+                if line["time"] not in self._seen_times:
+                    self._seen_times.add(line["time"])
+                    new_lines.append(line)
+        return new_lines
+
+    def _read_raw(self) -> list[bytes]:
+        """Return the complete lines after `_offset`; begin anew if the file was rewritten."""
+        with self._file.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._offset:
+                self._inode = stat.st_ino
+                self._offset = 0
+                self._reset()
+            file.seek(self._offset)
+            *complete_lines, _ = file.read().split(b"\n")
+            return complete_lines
+
+    def _add_line(self, line: Line) -> None:
+        if not is_step(line):
+            self.evals[int(line["step"])] = line
+            return
+        if line["step"] == self.steps:  # written by 0.1.0, which counted from 0
+            line["step"] += 1
+        for metric, number in line.items():
+            if metric in CURVES:
+                self.curves[metric].append(number)
+            self._count_failures(metric, number)
+        self.recent.append(line)
+
+    def _count_failures(self, metric: str, number: float) -> None:
+        """Add the increase of a counter of failed episodes; other metrics are ignored."""
+        prefix = f"rollout/{FAILED}"
+        is_of_one_source = metric.count("/") > 1
+        if metric.startswith(prefix) and not is_of_one_source:
+            increase = int(number - self.newest.get(metric, 0.0))
+            # A restarted worker counts from 0.
+            self.failures[metric.removeprefix(prefix)] += max(0, increase)
+
+
+def is_step(line: Mapping[str, float]) -> bool:
+    """Return whether a line is of a trained step, and not of an evaluation."""
+    return not line.keys().isdisjoint(STEP_METRICS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A run at one moment."""
+
+    name: str
+    """Experiment and trial, as in "demo/seed2"."""
+    kind: str
+    """Type of the trainer, as in "async_ppo"."""
+    state: Literal["running", "finished", "not running"]
+    total_steps: int
+    """0: unknown."""
+    metrics: Metrics
+    """Shared with later snapshots, so it grows."""
+    failures: Mapping[str, int]
+    """Failed episodes by class, counted by workers. Failures in a process that died after the last
+    step are missing."""
+    servers: Sequence[Entry]
+    findings: Sequence[Finding]
+    """The blocking roles, the worst first."""
+    now: str = ""
+    """The present activity of a run before its first step; "" after it."""
+
+
+class RunReader:
+    """Reads the state of one run, repeatedly."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        """Read the config.
+
+        Raises:
+            UserError: the folder is no run folder.
+        """
+        self.paths = paths
+        self.metrics = Metrics(paths.metrics)
+        self.is_over = False
+        """Whether the run had ended when it was last read."""
+        self._read_config()
+
+    def read(self) -> Snapshot:
+        """Return the present state; files that cannot be read keep their last content."""
+        with suppress(UserError, OSError):  # restarted, moved, or its disk is not mounted
+            if self.paths.config.stat().st_mtime != self._changed:
+                self._read_config()
+        self.metrics.poll()
+        metrics = self.metrics
+        config = self._config
+        servers = self._names.list("llm_server")
+        roles = diagnosis.read_roles(self._vitals)
+        living = [role for role in roles if is_alive(role)]
+        living_kinds = {role.name.partition("-")[0] for role in living}
+        living_kinds -= {"llm_server"}  # a server may outlive its run
+        total_steps = self._total_steps()
+        is_trained = 0 < total_steps <= metrics.steps
+        findings = diagnosis.examine(self._vitals, roles=roles) if living_kinds else []
+        is_starting = any(finding.cause in ("crashing", "starting") for finding in findings)
+        is_running = is_starting or bool(living_kinds - {"launcher"})
+        self.is_over = not living_kinds and (is_trained or self._is_quiet())
+        now = ""
+        if is_running and not metrics.steps:
+            now = starting(roles, has_servers=bool(servers))
+        return Snapshot(
+            name=f"{config.experiment_name}/{config.trial_name}",
+            kind=config.trainer.type,
+            state="running" if is_running else "finished" if is_trained else "not running",
+            total_steps=total_steps,
+            metrics=metrics,
+            failures=metrics.failures | _failures_by_class(roles),
+            servers=servers,
+            findings=findings if is_running else [],
+            now=now,
+        )
+
+    def _total_steps(self) -> int:
+        """Return the number of steps of the run; 0 if it is not known yet."""
+        trainer = self._config.trainer
+        is_offline = TrainerConfig(type=trainer.type).is_offline
+        # Only the metrics of an offline run have its number of steps.
+        configured = 0 if is_offline else trainer.ppo.total_steps
+        return int(self.metrics.newest.get("train/total_steps", configured))
+
+    def _read_config(self) -> None:
+        """Read the config without `imports`, which may not be importable here."""
+        file = self.paths.config
+        config = base_config.read(file) if file.exists() else DictConfig({})
+        if not config.keys() >= {"experiment_name", "trial_name", "trainer", "cluster"}:
+            raise UserError(
+                f"{file.parent} is no run folder: it has no valid {file.name}. "
+                "Give a run folder, as in runs/EXPERIMENT/TRIAL."
+            )
+        # The config of an older version may lack options of the cluster.
+        default_cluster = asdict(ClusterConfig())
+        self._config = cast(ExperimentConfig, OmegaConf.merge({"cluster": default_cluster}, config))
+        self._changed = file.stat().st_mtime
+        self._names = NameRegistry.of(self._config)
+        self._vitals = name_dir(self._config) / "vitals"
+
+    def _is_quiet(self) -> bool:
+        """Return whether the run's files did not change for QUIET_S."""
+        changed = self._changed
+        with suppress(OSError):
+            changed = max(changed, self.paths.metrics.stat().st_mtime)
+        return folder_time(self.paths.root) - changed > QUIET_S
+
+
+def _failures_by_class(roles: Sequence[RoleStatus]) -> Counter[str]:
+    """Return the failed episodes by class, as the workers count them."""
+    failures = Counter[str]()
+    for role in roles:
+        for counter, number in role.vitals.counters.items():
+            if counter.startswith(FAILED):
+                failures[counter.removeprefix(FAILED)] += int(number)
+    return failures
+
+
+def starting(roles: Sequence[RoleStatus], *, has_servers: bool) -> str:
+    """Return what a run does before its first step: the wait of its trainer, or the start."""
+    trainers = [role for role in roles if role.name == "trainer-0" and is_alive(role)]
+    if not trainers:
+        return "the processes start"
+    for wait in trainers[0].vitals.waits:
+        if wait.on == "datapipe-0" and not has_servers:
+            return "the trainer is ready; no language-model server has started yet"
+        return wait.detail or f"the trainer waits for {wait.what} of {wait.on or 'any process'}"
+    return "the trainer loads the model"
+
+
+def is_alive(role: RoleStatus) -> bool:
+    """Return whether a process exists; on another host, whether its heartbeat is recent."""
+    return role.state not in "XZ" if role.state else role.age_s < diagnosis.FORGET_DEAD_S

@@ -1,0 +1,419 @@
+"""The client of SGLang servers and embedded servers: SGLang's native HTTP protocol.
+
+The client returns complete generations. If a server fails, or a weight update aborts a request, the
+client sends the prompt again with the tokens so far. Every token keeps the logprob and the policy
+version that its server returned.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
+from arealite.base import log
+from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
+from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
+from arealite.impl.client import sglang_messages
+from arealite.impl.client.connections import Pool
+from arealite.impl.client.directory import Directory
+from arealite.impl.client.server_choice import Router, Server
+from arealite.system.health.waits import Wait
+from arealite.system.names.name_registry import NameRegistry
+
+logger = log.get(__name__)
+
+MAX_SERVER_ERRORS = 8
+"""Server errors (status 5xx, malformed answers) after which a request fails."""
+MAX_BACKOFF_S = 2.0
+NO_ROUTING = "for SGLang, set --enable-return-routed-experts; else use collector.routing=ignore"
+RETRIED_STATUSES = frozenset((408, 425, 429))
+OWN_SERVER_S = 600.0
+"""How long a server that the run starts may load its model; its supervisor reports a failure."""
+COUNTERS = (
+    *("requests", "interruptions", "resubmissions", "failovers"),
+    *("server_errors", "stale_answers", "server_waits", "server_wait_s"),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """The state of one request: the tokens sampled so far, and the failed attempts."""
+
+    request: LLMRequest
+    deadline: float
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routing: bytes = b""
+    interruptions: int = 0
+    sent: int = 0
+    failures: int = 0
+    """Consecutive attempts without a new token."""
+    errors: int = 0
+    failed_at: Server | None = None
+
+    def __post_init__(self) -> None:
+        resumed = self.request.resumed
+        if resumed is not None:
+            self.output_ids += resumed.output_ids
+            self.logprobs += resumed.logprobs
+            self.versions += resumed.versions
+            self.interruptions = resumed.interruptions + 1
+            self.routing = resumed.routing
+
+    def response(self, stop_reason: str = "") -> LLMResponse:
+        """Return a copy of the tokens sampled so far."""
+        return LLMResponse(
+            output_ids=self.output_ids[:],
+            logprobs=self.logprobs[:],
+            versions=self.versions[:],
+            stop_reason=stop_reason,
+            interruptions=self.interruptions,
+            routing=self.routing,
+        )
+
+    def add_routing(self, routing: bytes, token_bytes: int) -> None:
+        """Set the newest record; without one, mark the tokens since the last as not recorded."""
+        if routing:
+            self.routing = routing
+        elif self.routing:
+            num_bytes = self.routed_tokens * token_bytes
+            self.routing = self.routing.ljust(num_bytes, b"\xff")
+
+    @property
+    def routed_tokens(self) -> int:
+        """Number of tokens that a record covers: the last token was no input."""
+        num_tokens = len(self.request.input_ids) + len(self.output_ids)
+        return num_tokens - 1 - self.request.routing_start
+
+
+class SGLangClient(LLMClient):
+    """Generates through the trial's live servers, as the name registry lists them."""
+
+    def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
+        self.config = config.sglang
+        self._model_path = args.model.path
+        self._warned_of_routing = False
+        self._records_routing = args.trainer.ppo.collector.routing != "ignore"
+        self._server_wait_s = args.server_wait_s
+        if args.launcher.llm_servers:
+            self._server_wait_s = max(args.server_wait_s, OWN_SERVER_S)
+        self._router = Router()
+        self._directory = Directory(
+            self._router,
+            NameRegistry.of(args),
+            refresh_s=self.config.refresh_s,
+        )
+        self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Open connections; wait up to `server_wait_s` for the first server.
+
+        Raises:
+            DeadlineError: no server was registered in that time.
+        """
+        connect_s = self.config.connect_timeout_s
+        self._pool = Pool(connect_s, limit=self.config.max_connections)
+        # Aborts have their own connections, because generations may use every one of the pool. Each
+        # server has 16 of them, so that a silent server delays aborts at no other server.
+        self._abort_pools = defaultdict[str, Pool](lambda: Pool(connect_s, limit=16))
+        self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
+        model_config = await asyncio.to_thread(read_json, self._model_path)
+        self._directory.vocab_size = vocab_size(model_config)
+        self._experts = experts_of(model_config) if self._records_routing else None
+        await self._directory.start()
+        first_server = Wait(
+            what=f"an llm server in {self._directory.registry.root} "
+            "(start one with arealite/launch_llm_server.py, "
+            "under the same experiment and trial names)",
+            owner="llm client",
+            seconds=self._server_wait_s,
+        )
+        with first_server:
+            while not any(server.alive for server in self._router.servers.values()):
+                await self._directory.changed()
+
+    async def close(self) -> None:
+        """Wait for pending aborts, then close connections."""
+        await asyncio.gather(*self._aborts)
+        await self._directory.close()
+        self._pool.close()
+        for pool in self._abort_pools.values():
+            pool.close()
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start, and the requests in flight."""
+        in_flight = sum(server.in_flight for server in self._router.servers.values())
+        return {**self._stats, "in_flight": float(in_flight)}
+
+    async def generate(self, request: LLMRequest) -> LLMResponse:
+        """Return the finished generation; continue it after interruptions and failures of servers.
+
+        Raises:
+            ContextOverflow: prompt + budget exceed the server's context.
+            GenerationRefused: the request is invalid.
+            ServerUnavailable: no server finished it before the deadline.
+            InvariantError: a server's tokens, logprobs and versions do not fit together.
+        """
+        seconds = request.deadline_s or self.config.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + seconds
+        generation = Generation(request=request, deadline=deadline)
+        self._stats["requests"] += 1
+        while True:
+            server = self._router.pick(
+                request.group_id,
+                request.min_version,
+                avoid=generation.failed_at,
+            )
+            if server is None:
+                server = await self._wait_for_server(generation)
+            sglang_messages.check_request(request, server.vocab_size, server.context_length)
+            acknowledged = server.version
+            answer = await self._attempt(generation, server)
+            if answer is None:
+                continue
+            stop_reason = self._add_answer(generation, server, answer, acknowledged)
+            if stop_reason:
+                self._stats["interruptions"] += generation.interruptions
+                return generation.response(stop_reason)
+            self._stats["resubmissions"] += 1
+            if not answer.output_ids:
+                await self._back_off(generation)
+            elif request.on_partial is not None:
+                request.on_partial(generation.response())
+
+    # ------------------------------------------------------------ one attempt
+
+    async def _attempt(
+        self, generation: Generation, server: Server
+    ) -> sglang_messages.Answer | None:
+        """Send the request with the tokens so far; return the answer.
+
+        If another attempt is needed, return the tokens that were streamed before the failure, or
+        None: the caller of the generation already has them, so they are kept.
+        """
+        request = generation.request
+        rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
+        stream = None if request.on_tokens is None else sglang_messages.Stream(request)
+        body = self._encode_body(generation, rid, is_stream=stream is not None)
+        generation.sent += 1
+        try:
+            status, raw = await self._post(generation, server, rid, body, stream)
+        except (OSError, DeadlineError) as error:
+            if asyncio.get_running_loop().time() >= generation.deadline:
+                raise ServerUnavailable(
+                    f"{request.request_id}: {server.address} did not finish before the deadline "
+                    f"({len(generation.output_ids)} tokens so far; lower collector.concurrency)"
+                ) from error
+            server.alive = False
+            server.mark_entry_stale()
+            self._directory.request_refresh()
+            await self._retry(generation, server, "failovers", str(error))
+            return stream and stream.answer
+        if status == 200:
+            if stream is not None and stream.answer is not None:
+                return stream.answer
+            try:
+                return sglang_messages.decode_answer(raw)
+            except msgspec.DecodeError as error:
+                message = f"not an answer: {error}"
+        else:
+            message = sglang_messages.error_message(status, raw)
+            if 400 <= status < 500 and status not in RETRIED_STATUSES:
+                raise GenerationRefused(f"{server.address}: {message}")
+        generation.errors += 1
+        await self._retry(generation, server, "server_errors", message)
+        return stream and stream.answer
+
+    def _encode_body(self, generation: Generation, rid: str, *, is_stream: bool) -> bytes:
+        """Return the JSON body of an attempt: the prompt and the tokens so far."""
+        request = generation.request
+        params = sglang_messages.sampling_params(request.sampling, len(generation.output_ids))
+        if is_stream:
+            params["stream_interval"] = sglang_messages.STREAM_INTERVAL
+        ids: list[int] | msgspec.Raw
+        if request.json and not generation.output_ids:
+            ids = msgspec.Raw(request.json)
+        else:
+            ids = request.input_ids + generation.output_ids
+        body = sglang_messages.Body(
+            rid=rid,
+            input_ids=ids,
+            sampling_params=params,
+            return_logprob=True,
+            stream=is_stream,
+        )
+        if self._experts is not None:
+            body.return_routed_experts = True
+            body.routed_experts_start_len = request.routing_start
+        return sglang_messages.encode_body(body)
+
+    async def _post(
+        self,
+        generation: Generation,
+        server: Server,
+        rid: str,
+        body: bytes,
+        stream: sglang_messages.Stream | None,
+    ) -> tuple[int, bytes]:
+        """Post a request, and abort it if it is cancelled; return status and body of the reply.
+
+        Raises:
+            OSError: the connection failed.
+            DeadlineError: the deadline has passed, or the server was lost.
+        """
+        wait = self._wait(generation, server.name)
+        on_data = None if stream is None else stream.feed
+        server.waits[wait] = None
+        server.in_flight += 1
+        server.served += 1
+        try:
+            with wait:
+                status, raw = await self._pool.post(server.endpoint, body, on_data)
+        except (asyncio.CancelledError, DeadlineError):
+            self._abort(server, rid)
+            raise
+        finally:
+            server.in_flight -= 1
+            del server.waits[wait]
+        if status == 200 and stream is not None:
+            stream.feed(raw)
+            return stream.failure or (200, b"")
+        return status, raw
+
+    def _wait(self, generation: Generation, on: str) -> Wait:
+        return Wait(
+            what=f"generation {generation.request.request_id}",
+            owner="llm client",
+            on=on,
+            seconds=generation.deadline - asyncio.get_running_loop().time(),
+        )
+
+    def _add_answer(
+        self,
+        generation: Generation,
+        server: Server,
+        answer: sglang_messages.Answer,
+        acknowledged: int,
+    ) -> str | None:
+        """Add the tokens of an answer; return the stop reason, or None if generation must continue.
+
+        Args:
+            acknowledged: version that the server had reported before the request was sent.
+        """
+        meta = answer.meta_info
+        newest = acknowledged
+        if meta.weight_version is not None:
+            newest = sglang_messages.parse_version(meta.weight_version)
+        logprobs = sglang_messages.token_logprobs(answer)
+        # Without spans all tokens get the version acknowledged before sending, or the version of
+        # the answer if that is lower: then the server restarted in between.
+        versions = sglang_messages.token_versions(answer, min(acknowledged, newest))
+        if min(versions, default=newest) < generation.request.min_version:
+            server.version = newest  # restarted with old weights after its entry was renewed
+            server.mark_entry_stale()
+            self._stats["stale_answers"] += 1
+            self._directory.request_refresh()
+            return None
+        server.version = max(server.version, newest)
+        generation.output_ids += answer.output_ids
+        generation.logprobs += logprobs
+        generation.versions += versions
+        if self._experts is not None:
+            routing = sglang_messages.routing(answer, self._experts, generation.routed_tokens)
+            generation.add_routing(routing, self._experts.token_bytes)
+        generation.interruptions += meta.num_retractions or meta.total_retractions or 0
+        if versions:
+            generation.failures = 0
+        finish = meta.finish_reason or sglang_messages.FinishReason(type="abort")
+        if finish.type in ("stop", "length"):
+            self._warn_without_routing(generation, server)
+            return finish.type
+        is_client_error = 400 <= (finish.status_code or 0) < 500
+        if finish.type != "abort" or is_client_error:
+            raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
+        generation.interruptions += 1
+        return sglang_messages.end_of_aborted(
+            answer,
+            generation.request.sampling,
+            len(generation.output_ids),
+            self._eos,
+        )
+
+    def _warn_without_routing(self, generation: Generation, server: Server) -> None:
+        """Log once if a finished generation lacks the record of experts that it needs."""
+        needs_routing = self._experts is not None
+        if needs_routing and not generation.routing and not self._warned_of_routing:
+            self._warned_of_routing = True
+            logger.warning("server reports no experts", id=server.id, fix=NO_ROUTING)
+
+    # ------------------------------------------------------------ failures and retries
+
+    async def _retry(
+        self,
+        generation: Generation,
+        server: Server,
+        counter: str,
+        reason: str,
+    ) -> None:
+        """Count a failure of the server, and back off; the next attempt prefers another server.
+
+        Raises:
+            ServerUnavailable: the request has had MAX_SERVER_ERRORS server errors.
+        """
+        generation.failed_at = server
+        self._stats[counter] += 1
+        if generation.errors >= MAX_SERVER_ERRORS:
+            raise ServerUnavailable(
+                f"{server.address}: {reason} ({generation.errors} errors in all)"
+            )
+        logger.debug(counter, request=generation.request.request_id, error=reason)
+        await self._back_off(generation)
+
+    async def _back_off(self, generation: Generation) -> None:
+        """Wait before the next attempt: exponential in failed attempts, at most to the deadline."""
+        generation.failures += 1
+        if generation.failures > 1:
+            left_s = generation.deadline - asyncio.get_running_loop().time()
+            pause_s = min(MAX_BACKOFF_S, 0.025 * 2**generation.failures)
+            await asyncio.sleep(max(0.0, min(pause_s, left_s)))
+
+    async def _wait_for_server(self, generation: Generation) -> Server:
+        """Return a server that can take the request; wait for one until the deadline."""
+        request = generation.request
+        begin = time.perf_counter()
+        self._stats["server_waits"] += 1
+        self._directory.request_refresh()
+        try:
+            with self._wait(generation, "llm_server"):
+                while True:
+                    await self._directory.changed()
+                    server = self._router.pick(request.group_id, request.min_version)
+                    if server is not None:
+                        return server
+        except DeadlineError as error:
+            reason = self._router.no_server_reason(request.min_version)
+            raise ServerUnavailable(f"{request.request_id}: {reason}") from error
+        finally:
+            self._stats["server_wait_s"] += time.perf_counter() - begin
+
+    def _abort(self, server: Server, rid: str) -> None:
+        """Abort the request at the server, which may notice a closed connection seconds later."""
+
+        async def send() -> None:
+            pool = self._abort_pools[server.id]
+            body = msgspec.json.encode({"rid": rid})
+            try:
+                async with asyncio.timeout(self.config.connect_timeout_s):
+                    await pool.post(server.abort_endpoint, body)
+            except OSError as error:
+                logger.debug("abort failed", rid=rid, error=str(error))
+
+        task = asyncio.create_task(send(), name=f"abort of {rid}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)

@@ -1,0 +1,241 @@
+"""Turns ragged training rows into one micro-batch of tensors, and results into rows.
+
+The token at t is predicted by the hidden state at t − 1. Shape letters: B = rows (1 where they are
+packed), T = tokens of a row, W = input width, N = loss tokens, row after row. S = tokens of all
+rows, I = inputs of all rows, R = bytes of a token's recorded experts.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from arealite.algo.prefix_tree import prefix_forest
+from arealite.api.engine import Sequence
+from arealite.base.errors import UserError
+from arealite.ext.models.tree_attention import PrefixTree
+
+NO_RECORD = 255
+"""Every byte of the routing record of a token that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Tensors of one forward pass, on the engine's device."""
+
+    input_ids_BW: torch.Tensor
+    """int64: rows right-padded with 0, or packed prefix trees [1, W]. The last token of a row is no
+    input."""
+    attention: dict[str, object]
+    """Further arguments of the decoder for packed rows; {} for padded ones."""
+    inputs: list[torch.Tensor]
+    """int64 for each row: positions of its inputs in the flattened [B · W] tokens."""
+    index_N: torch.Tensor
+    """int64: which of the flattened [B · W] hidden states predicts each loss token."""
+    targets_N: torch.Tensor
+    """int64: the loss tokens."""
+    temperature_N: torch.Tensor
+    rows_N: torch.Tensor
+    fields: dict[str, torch.Tensor]
+    own_N: torch.Tensor | None = None
+    """int64: the loss tokens that this rank computes, of those in `rows_N` and `fields`; None:
+    all. Only context parallelism divides them; `index_N`, targets and temperatures are its own."""
+    routing_BWR: torch.Tensor | None = None
+    """uint8: the recorded experts of each input, R bytes, 255 where none are recorded; None: no
+    row has a record."""
+
+
+class _FlatRows(NamedTuple):
+    """The tokens of all rows, one row after the other."""
+
+    tokens_S: np.ndarray
+    """int64"""
+    loss_mask_S: np.ndarray
+    row_S: np.ndarray
+    """int64: the row of each token."""
+    column_S: np.ndarray
+    """int64: the position of each token in its row."""
+    is_input_S: np.ndarray
+    """bool: the last token of a row is no input, except in a row of one token, so that no row is
+    empty."""
+    num_inputs: np.ndarray
+    """int64: the number of inputs of each row."""
+
+    @classmethod
+    def of(cls, rows: Seq[Sequence]) -> "_FlatRows":
+        lengths = np.array([len(row.tokens) for row in rows])
+        begins = np.cumsum(lengths) - lengths
+        num_inputs = np.maximum(1, lengths - 1)
+        tokens_S = np.concatenate([row.tokens for row in rows])
+        row_S = np.repeat(np.arange(len(rows)), lengths)
+        column_S = np.arange(len(tokens_S)) - begins[row_S]
+        return cls(
+            tokens_S=tokens_S.astype(np.int64),
+            loss_mask_S=_loss_mask(rows),
+            row_S=row_S,
+            column_S=column_S,
+            is_input_S=column_S < num_inputs[row_S],
+            num_inputs=num_inputs,
+        )
+
+    def predictors(self) -> np.ndarray:
+        """Return the index among the I inputs of the token before each loss token, int64 [N]."""
+        first_inputs = np.cumsum(self.num_inputs) - self.num_inputs
+        row_N = self.row_S[self.loss_mask_S]
+        column_N = self.column_S[self.loss_mask_S]
+        return first_inputs[row_N] + column_N - 1
+
+
+class _Placement(NamedTuple):
+    """The positions of the inputs in a micro-batch."""
+
+    shape: tuple[int, int]
+    """[B, W]"""
+    place_I: np.ndarray
+    """int64: the position of each input among the flattened [B · W] tokens."""
+    attention: dict[str, object]
+    """As in MicroBatch."""
+
+    def spread(self, inputs: np.ndarray, fill: int) -> np.ndarray:
+        """Return the values [I, …] of the inputs as [B, W, …], `fill` elsewhere."""
+        num_rows, width = self.shape
+        sizes = inputs.shape[1:]
+        flat = np.full((num_rows * width, *sizes), fill, inputs.dtype)
+        flat[self.place_I] = inputs
+        return flat.reshape(*self.shape, *sizes)
+
+
+def collate(
+    rows: Seq[Sequence],
+    device: torch.device,
+    layout: str = "padded",
+) -> MicroBatch:
+    """Build the micro-batch of `rows`; without rows, one of a single token without loss.
+
+    Raises:
+        UserError: a row has temperature 0, at which tokens have no logprobs.
+    """
+    if not rows:
+        no_loss = np.zeros(2, bool)
+        two_tokens = np.zeros(2, np.int32)
+        rows = [Sequence(tokens=two_tokens, loss_mask=no_loss, temperature=1.0)]
+    if any(row.temperature <= 0 for row in rows):
+        raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
+    flat = _FlatRows.of(rows)
+    placement = _packed(rows, flat, device) if layout == "packed" else _padded(flat)
+    place_I = placement.place_I
+    mask_S = flat.loss_mask_S
+    row_N = flat.row_S[mask_S]
+    temperatures = np.array([row.temperature for row in rows], np.float32)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    fields = dict[str, torch.Tensor]()
+    for name in rows[0].fields:
+        field_S = np.concatenate([row.fields[name] for row in rows])
+        fields[name] = put(field_S[mask_S].astype(np.float32))
+    input_ids_BW = placement.spread(flat.tokens_S[flat.is_input_S], 0)
+    routing_BWR = None
+    routing_SR = _routing(rows)
+    if routing_SR is not None:
+        routing_BWR = put(placement.spread(routing_SR[flat.is_input_S], NO_RECORD))
+    row_ends = np.cumsum(flat.num_inputs)[:-1]
+    return MicroBatch(
+        input_ids_BW=put(input_ids_BW),
+        attention=placement.attention,
+        inputs=[put(place) for place in np.split(place_I, row_ends)],
+        index_N=put(place_I[flat.predictors()]),
+        targets_N=put(flat.tokens_S[mask_S]),
+        temperature_N=put(temperatures[row_N]),
+        rows_N=put(row_N),
+        fields=fields,
+        routing_BWR=routing_BWR,
+    )
+
+
+def _packed(
+    rows: Seq[Sequence],
+    flat: _FlatRows,
+    device: torch.device,
+) -> _Placement:
+    """Place the inputs in prefix trees, end to end."""
+    forest = prefix_forest(input_items(rows))
+    tree = PrefixTree.of(forest, device)
+    shape = (1, tree.bounds[-1])
+    place_I = np.concatenate([tree.paths[node] for node in forest.last])
+    position_ids_BW = np.zeros(shape, np.int64)
+    position_ids_BW[0, place_I] = flat.column_S[flat.is_input_S]
+    return _Placement(
+        shape=shape,
+        place_I=place_I,
+        attention={"position_ids": tree.put(position_ids_BW), "prefix_tree": tree},
+    )
+
+
+def _padded(flat: _FlatRows) -> _Placement:
+    """Place each row on its own, at the left."""
+    num_rows = len(flat.num_inputs)
+    width = int(flat.num_inputs.max())
+    place_S = flat.row_S * width + flat.column_S
+    return _Placement(
+        shape=(num_rows, width),
+        place_I=place_S[flat.is_input_S],
+        attention={},
+    )
+
+
+def input_items(rows: Seq[Sequence]) -> list[np.ndarray]:
+    """Return the inputs of each row as items to compare: tokens, with their recorded experts."""
+    row_items = [row.tokens for row in rows]
+    routing_SR = _routing(rows)
+    if routing_SR is not None:
+        tokens_S = np.concatenate(row_items).astype(np.int32)
+        token_bytes = tokens_S[:, None].view(np.uint8)
+        item_bytes = np.concatenate([token_bytes, routing_SR], 1)
+        item_dtype = f"V{item_bytes.shape[1]}"
+        items_S = item_bytes.view(item_dtype)[:, 0]
+        row_items = np.split(items_S, _row_ends(rows))
+    inputs = list[np.ndarray]()
+    for items in row_items:
+        num_inputs = max(1, len(items) - 1)
+        inputs.append(items[:num_inputs])
+    return inputs
+
+
+def _routing(rows: Seq[Sequence]) -> np.ndarray | None:
+    """Return the recorded experts of all tokens, uint8 [S, R]; None if no row has a record."""
+    records = [row.routing for row in rows if row.routing is not None]
+    token_bytes = records[0].shape[1] if records else 0
+    if token_bytes == 0:
+        return None
+    routing = list[np.ndarray]()
+    for row in rows:
+        if row.routing is None:
+            shape = (len(row.tokens), token_bytes)
+            routing.append(np.full(shape, NO_RECORD, np.uint8))
+        else:
+            routing.append(row.routing)
+    return np.concatenate(routing)
+
+
+def _loss_mask(rows: Seq[Sequence]) -> np.ndarray:
+    """Return whether each token of the rows is a loss token, bool [S]."""
+    masks = [row.loss_mask for row in rows]
+    return np.concatenate(masks).astype(bool)
+
+
+def _row_ends(rows: Seq[Sequence]) -> np.ndarray:
+    """Return the index after the last token of each row but the last one."""
+    lengths = [len(row.tokens) for row in rows]
+    return np.cumsum(lengths)[:-1]
+
+
+def scatter(values_N: torch.Tensor, rows: Seq[Sequence]) -> list[np.ndarray]:
+    """Return the values of the loss tokens by row, float32 [T] each, 0 elsewhere."""
+    mask_S = _loss_mask(rows)
+    values_S = np.zeros(len(mask_S), np.float32)
+    values_S[mask_S] = values_N.float().cpu().numpy()
+    return np.split(values_S, _row_ends(rows))

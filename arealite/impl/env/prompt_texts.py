@@ -1,0 +1,5 @@
+"""The texts that environments write to agents, by environment (prompts.toml)."""
+
+from arealite.base.data import read_toml
+
+PROMPTS: dict[str, dict[str, str]] = read_toml(__file__, "prompt_texts.toml")

@@ -1,5 +1,0 @@
-"""The texts that environments write to agents, by environment (prompts.toml)."""
-
-from arealite.base.data import read_toml
-
-PROMPTS: dict[str, dict[str, str]] = read_toml(__file__, "prompts.toml")
