@@ -227,6 +227,7 @@ check-text:
 	$(PY) tools/check_sizes.py
 	$(PY) tools/check_language.py
 	$(PY) tools/reference.py --check
+	$(PY) tools/entry_points.py --check
 
 # Run it after `make test` and `make test-extras` have passed with the installed versions.
 constraints: $(VENV)/.envs

@@ -6,7 +6,11 @@ field. Loading a config checks the ranges.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
+
+from arealite.base import entries
+
+C = TypeVar("C", bound=type)
 
 Constraints = Iterator[tuple[bool, str]]
 """Result of a config's method `constraints`: pairs of (whether the constraint holds, its error).
@@ -51,6 +55,23 @@ def opt(
 def part(factory: Callable[[], Any]) -> Any:
     """Return a field with the options of the type whose name is the field's."""
     return sub(factory, "options of this type")
+
+
+def with_options_of(kind: str) -> Callable[[C], C]:
+    """Return a decorator that adds a field to a config class for each part of a kind.
+
+    The parts are AReaLite's own (group `options.KIND` in base/entries.py). Options of other
+    packages' parts are added when a config is loaded.
+    """
+
+    def add(cls: C) -> C:
+        for name, target in entries.own(f"options.{kind}").items():
+            options_class = entries.load(target)
+            cls.__annotations__[name] = options_class
+            setattr(cls, name, part(options_class))
+        return cls
+
+    return add
 
 
 def sub(factory: Callable[[], Any], help: str) -> Any:

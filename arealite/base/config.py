@@ -304,6 +304,11 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
         raise UserError(f"an override cannot be parsed: {one_line(error)}") from error
 
 
+def unresolved(layer: DictConfig) -> object:
+    """Return a layer as plain values, its interpolations as texts."""
+    return OmegaConf.to_container(layer, resolve=False)
+
+
 def save(config: Any, *files: Path) -> None:
     """Write the whole resolved config as YAML, each file atomically."""
     content = _as_yaml(dataclasses.asdict(config))

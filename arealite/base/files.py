@@ -7,6 +7,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
+def cache_folder() -> Path:
+    """Return the folder for files of AReaLite in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arealite"
+
+
 @contextmanager
 def replacing(file: Path) -> Generator[Path]:
     """Yield a temporary path beside `file`, and rename it to `file` after the body.

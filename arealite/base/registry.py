@@ -1,27 +1,25 @@
 """Registries: each maps the names of one kind of part ("agent", "env", …) to classes.
 
-Built-in entries are strings, so that listing the names imports nothing.
+A name is an entry of AReaLite, an entry point of an installed package (`base/entries.py`), or
+registered by a module of the user.
 """
 
 import difflib
 import importlib
-import importlib.metadata
-import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Sequence
 from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Generic, Self, TypeVar, cast
 
-from arealite.base.data import read_toml
+from arealite.base import entries
 from arealite.base.errors import UserError
 
-ENTRY_POINT_GROUP = "arealite.plugins"
-"""Entry point group of installed packages; importing its modules registers their parts."""
+PLUGINS = "plugins"
+"""Group of entry points of installed packages; importing their modules registers parts."""
 UNNAMED = "MODULE"
 """Stands in an error for a module whose name is not known."""
 imported: list[str] = []
@@ -49,8 +47,8 @@ class Registry(Generic[T]):
 
     @classmethod
     def built_in(cls, kind: str) -> Self:
-        """Return the registry of a kind, with its parts in `parts.toml`."""
-        return cls(kind, **read_toml(__file__, "parts.toml")[kind])
+        """Return the registry of a kind, with the parts of AReaLite."""
+        return cls(kind, **entries.own(kind))
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
         """Return a class decorator that registers a part under `name`.
@@ -85,9 +83,28 @@ class Registry(Generic[T]):
         Raises:
             UserError: The name is unknown. The message has a suggestion and all known names.
         """
+        self.enter([name])
         if name not in self._table:
             line = unknown(f"{self.kind} type", name, self.names())
             raise UserError(f"{line} If it is your own, add imports=[{module_named(name)}].")
+
+    def enter(self, names: Collection[str]) -> None:
+        """Register the parts of installed packages that have one of these names.
+
+        A part's options are the entry of the same name in the group `options.KIND`, unless its
+        module registers the part itself.
+        """
+        unregistered = [name for name in names if name not in self._table]
+        if not unregistered:
+            return
+        targets = entries.installed(self.kind)
+        for name in unregistered:
+            if name not in targets:
+                continue
+            part = entries.load(targets[name])
+            options = entries.installed(f"options.{self.kind}").get(name)
+            if name not in self._table:
+                self.register(name, config=entries.load(options) if options else None)(part)
 
     def get(self, name: str) -> type[T]:
         """Import and return the class with this name.
@@ -98,8 +115,7 @@ class Registry(Generic[T]):
         self.check(name)
         target = self._table[name]
         if isinstance(target, str):
-            module, _, attribute = target.partition(":")
-            target = getattr(importlib.import_module(module), attribute)
+            target = entries.load(target)
             self._table[name] = target
         return target  # type: ignore[return-value]
 
@@ -126,8 +142,8 @@ class Registry(Generic[T]):
         return options or getattr(config, self.base_of(config.type), None)
 
     def names(self) -> list[str]:
-        """List the known names, sorted."""
-        return sorted(self._table)
+        """List the known names, sorted; also those of installed packages."""
+        return sorted({*self._table, *entries.installed(self.kind)})
 
 
 def check_async(cls: type) -> None:
@@ -180,28 +196,11 @@ def import_plugins(modules: Sequence[str]) -> None:
     Raises:
         UserError: A module cannot be found, or its import fails.
     """
-    changed_at = tuple(map(_changed_at, sys.path))
-    for entry_point in _entry_points(tuple(sys.path), changed_at):
-        entry_point.load()
+    for target in entries.installed(PLUGINS).values():
+        entries.load(target)
     for module in modules:
         import_user_module(module, f"imports=[{module}]")
         imported.append(module)
-
-
-@lru_cache(maxsize=1)
-def _entry_points(
-    folders: Sequence[str], changed_at: Sequence[int]
-) -> importlib.metadata.EntryPoints:
-    """Return our entry points in `folders`. To search them takes a tenth of the time of a load."""
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-
-
-def _changed_at(folder: str) -> int:
-    """Return when an entry of a folder was added or removed, in ns; 0 for no folder."""
-    try:
-        return os.stat(folder or ".").st_mtime_ns
-    except OSError:
-        return 0
 
 
 def import_user_module(module: str, option: str) -> ModuleType:

@@ -1,11 +1,11 @@
 """Load the root configs, with the parts that `imports` and installed packages register."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from arealite.api.agent import AgentConfig, agents
 from arealite.api.engine import engines
@@ -77,7 +77,8 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
     """
     files = [files] if isinstance(files, Path) else files
     overrides_layer, *file_layers = _layers(options.Layers(files=[*files], overrides=[*overrides]))
-    parts = _import_parts(_imports([overrides_layer, *file_layers]))
+    layers = [overrides_layer, *file_layers]
+    parts = _import_parts(_imports(layers), _words(layers))
     return base_config.load(
         schema,
         files,
@@ -95,18 +96,24 @@ def load_run(file: Path) -> ExperimentConfig:
         UserError: See load.
     """
     saved = base_config.read_saved(file)
-    parts = _import_parts(saved.get("imports") or [])
+    parts = _import_parts(saved.get("imports") or [], _words(saved))
     changed = base_config.without_defaults(saved, asdict(ExperimentConfig()))
     read_file = base_config.DictConfig(changed)
     return base_config.load(ExperimentConfig, [file], [], parts, read_files=[read_file])
 
 
-def _import_parts(modules: Sequence[str]) -> base_config.Parts:
-    """Import plugins and `modules`; return the config classes of all parts."""
+def _import_parts(modules: Sequence[str], words: Collection[str]) -> base_config.Parts:
+    """Import plugins, `modules`, and the installed parts that have one of the names `words`.
+
+    Returns:
+        The config classes of all parts that are not AReaLite's.
+    """
     folder = str(Path.cwd())
     if "" not in sys.path and folder not in sys.path:
         sys.path.insert(0, folder)
     import_plugins(modules)
+    for table in TABLES.values():
+        table.enter(words)
     check_derived()
     return {config: table.configs for config, table in TABLES.items()}
 
@@ -302,6 +309,21 @@ def _layers(layers: options.Layers) -> list[base_config.DictConfig]:
     """Read overrides and files without a schema, highest priority first."""
     files = [base_config.read(file) for file in reversed(layers.files)]
     return [base_config.dotlist(layers.overrides), *files]
+
+
+def _words(layers: object) -> set[str]:
+    """Return every key and text in layers of options: a part's name is one of them."""
+    if isinstance(layers, base_config.DictConfig):
+        layers = base_config.unresolved(layers)
+    if isinstance(layers, str):
+        return {layers}
+    if isinstance(layers, dict):
+        options = cast(dict[object, object], layers)
+        names = {str(name) for name in options}
+        return names.union(*map(_words, options.values()))
+    if isinstance(layers, Sequence):
+        return set[str]().union(*map(_words, cast(Sequence[object], layers)))
+    return set()
 
 
 def _imports(layers: Sequence[base_config.DictConfig]) -> list[str]:

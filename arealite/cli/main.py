@@ -1,6 +1,5 @@
-"""`arealite COMMAND`: import and call the module of the command, and no other command."""
+"""`arealite COMMAND`: import and call the command's function, and no other command."""
 
-import importlib
 import os
 import select
 import signal
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from arealite import __version__
-from arealite.base import outputs
+from arealite.base import entries, outputs
 from arealite.base.data import read_toml
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.printable import guard_output
@@ -18,12 +17,18 @@ from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import unknown
 from arealite.cli.line_wrap import fold
 
-COMMANDS: dict[str, tuple[str, str]] = read_toml(__file__, "commands.toml")
+GROUP = "command"
+"""Group of entries: functions that take the words after the command, and return an exit code."""
+COMMANDS: dict[str, str] = read_toml(__file__, "help.toml")
+"""The line of help of each of AReaLite's commands."""
 
 
 def usage() -> str:
     """Return the text of `arealite --help`."""
-    lines = [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
+    for name, target in entries.installed(GROUP).items():
+        package = target.partition(".")[0].partition(":")[0]
+        lines.append(f"  {name:<10} of the installed package {package}")
     head = f"arealite {__version__}\nusage: arealite COMMAND [options] [key=value …]\n"
     foot = "arealite COMMAND --help shows the options of a command."
     return "\n".join([head, *lines, "", foot])
@@ -36,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(module: str, argv: Sequence[str]) -> int:
     """Call `main(argv)` of a module like a command; return its exit code."""
-    return _piped(_call, module, argv)
+    return _piped(_call, f"{module}:main", argv)
 
 
 def _main(args: Sequence[str]) -> int:
@@ -47,12 +52,13 @@ def _main(args: Sequence[str]) -> int:
         print(__version__)
         return 0
     command = args[0]
-    if command not in COMMANDS:
-        message = unknown("command", command, list(COMMANDS))
+    target = entries.find(GROUP, command)
+    if target is None:
+        names = [*COMMANDS, *entries.installed(GROUP)]
+        message = unknown("command", command, names)
         print(fold(message, sys.stderr), file=sys.stderr)
         return 2
-    module, _ = COMMANDS[command]
-    return _call(f"arealite.{module}", args[1:])
+    return _call(target, args[1:])
 
 
 def _piped(call: Callable[..., int], *words: object) -> int:
@@ -86,7 +92,7 @@ def _is_stdout_closed() -> bool:
     return any(event & closed for _, event in stdout.poll(0))
 
 
-def _call(module: str, argv: Sequence[str]) -> int:
+def _call(target: str, argv: Sequence[str]) -> int:
     """Run a command; print an ArealiteError as one line on stderr and return its exit code.
 
     All but UserError are printed with their traceback. Other exceptions are not caught.
@@ -97,7 +103,7 @@ def _call(module: str, argv: Sequence[str]) -> int:
                 "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, but transformers reads them. "
                 "Unset PYTHONOPTIMIZE, or set it to 1."
             )
-        return int(importlib.import_module(module).main(argv))
+        return int(entries.load(target)(argv))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

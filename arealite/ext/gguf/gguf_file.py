@@ -19,7 +19,7 @@ from typing import Any
 
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import check_installed, extra_requirement
-from arealite.base.files import sha256_of
+from arealite.base.files import cache_folder, sha256_of
 
 PACKAGES = "gguf", "accelerate"
 """Packages with which transformers reads GGUF files."""
@@ -56,11 +56,6 @@ def is_gguf(path: str) -> bool:
     if place.suffix == ".gguf":
         return True
     return not (place / "config.json").exists() and any(place.glob("*.gguf"))
-
-
-def cache_folder() -> Path:
-    """Return the folder for files of AReaLite in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arealite"
 
 
 def check_packages(option: str) -> None:

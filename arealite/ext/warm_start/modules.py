@@ -6,8 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
-from arealite.base import registry
-from arealite.base.data import read_toml
+from arealite.base import entries
 from arealite.ext.warm_start import starts
 from arealite.ext.warm_start.starts import WarmParent
 from arealite.impl.launcher.processes import threads
@@ -105,13 +104,8 @@ def _stages(config: ExperimentConfig, has_torch: bool) -> list[list[str]]:
 
 def _part_modules(types: dict[str, str]) -> list[str]:
     """Return the modules of built-in parts; parts of users are not imported here."""
-    table = read_toml(registry.__file__, "parts.toml")
-    modules: list[str] = []
-    for kind, name in types.items():
-        place = table[kind].get(name, "")  # "module:Class"
-        if place:
-            modules.append(place.partition(":")[0])
-    return modules
+    targets = [entries.own(kind).get(name) for kind, name in types.items()]
+    return [target.partition(":")[0] for target in targets if target]
 
 
 def _model_modules(path: str | None) -> Sequence[str]:

@@ -10,9 +10,9 @@ from itertools import count
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
+from arealite.api.env_config import ReverseConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
-from arealite.ext.games.config import ReverseConfig
 from arealite.impl.env.prompt_texts import PROMPTS
 
 ASK = PROMPTS["reverse"]
