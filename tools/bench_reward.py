@@ -24,7 +24,7 @@ from arealite.api.reward import FunctionRewardConfig, MathVerifyConfig, Reward  
 from arealite.api.task import Task  # noqa: E402
 from arealite.ext.math.checker import is_equal  # noqa: E402
 from arealite.ext.math.math_verify import MathVerifyReward  # noqa: E402
-from arealite.impl.reward.function_reward import FunctionReward  # noqa: E402
+from arealite.ext.rewards.function_reward import FunctionReward  # noqa: E402
 from tools import figures  # noqa: E402
 
 CHECKS, REPEATS, WORKERS, TICK_S = 300, 5, 2, 0.001

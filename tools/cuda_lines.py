@@ -28,7 +28,7 @@ WORDS = re.compile(r"cuda|nccl|gpu|flash_attn|device_type", re.I)
 """Matches a condition that a GPU changes."""
 ROWS = {
     "ext/machine/estimates.py": "command: arealite check",
-    "cli/info.py": "report: devices of the host",
+    "ext/machine/info.py": "report: devices of the host",
     "ext/machine/command.py": "every row",
     "ext/machine/bench.py": "every row",
     "ext/machine/checks.py": "step/bfloat16",
@@ -42,7 +42,7 @@ ROWS = {
     "ext/clusters/slurm_job.py": "none: a cluster places the GPUs",
     "ext/clusters/slurm.py": "none: a cluster places the GPUs",
     "impl/launcher/local.py": "none: tests/impl/launcher; a run with several servers",
-    "impl/publisher/distributed.py": "publish/distributed/embedded",
+    "ext/distributed/distributed_publisher.py": "publish/distributed/embedded",
     "ext/self_check/plain_copy.py": "command: arealite check --model",
     "ext/embedded/group_member.py": "publish/distributed/embedded",
     "impl/server/sglang_server.py": "publish/disk/sglang",

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.cli import info  # noqa: E402
+from arealite.ext.machine import info  # noqa: E402
 from tools.timed_parts import Day, Part  # noqa: E402
 
 PARTS = "machine", "tests", "training", "serving", "async", "lesson"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from arealite.api.experiment_config import ExperimentConfig
     from arealite.api.llm import SamplingConfig
     from arealite.api.turns import Origin
-    from arealite.base.tokenizer import Tokenizer
+    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
 
 
 class Agent(ABC):
@@ -158,7 +158,7 @@ class AgentFactory:
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder; UserError if it cannot be loaded."""
-    from arealite.base import tokenizer  # api starts without the package tokenizers
+    from arealite.ext.light_tokenizer import tokenizer  # api starts without the package tokenizers
 
     try:
         return tokenizer.load_tokenizer(path)

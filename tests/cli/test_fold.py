@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from arealite.cli import info
 from arealite.cli import main as cli
 from arealite.cli.line_wrap import COMMAND, fold
+from arealite.ext.machine import info
 
 
 class Screen(io.StringIO):

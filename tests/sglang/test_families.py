@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from arealite.api.publisher_config import DiskPublisherConfig
+from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.names.name_registry import NameRegistry
 from tests.families.checks import Case, compare_answers, load, quiet
 from tests.impl.engine.conftest import group as group

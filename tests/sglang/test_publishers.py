@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DiskPublisherConfig
 from arealite.base.errors import RoleError
+from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.names.name_registry import NameRegistry
 from tests.impl.publisher.sites import publishing

@@ -14,7 +14,7 @@ from arealite.base.errors import UserError
 from arealite.base.host import available_memory
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
-from arealite.cli.info import output_of
+from arealite.ext.machine.info import output_of
 from arealite.ext.models.adapter_folder import adapted, counted, read_adapter
 from arealite.system.ledger.payload_checks import TOKEN_BYTES
 

@@ -19,7 +19,7 @@ from arealite.system.data.forms import check_prompt, read_tools, tool_calls
 from arealite.system.data.templates import common_prefix_length, encode, tokenize, unread_keys
 
 if TYPE_CHECKING:
-    from arealite.base.tokenizer import Tokenizer
+    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
 
 CONTEXT = 0
 """Kind of the tokens before the first trained answer."""

@@ -35,7 +35,7 @@ from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payload_checks import payload_sum
 
 if TYPE_CHECKING:
-    from arealite.base.tokenizer import Tokenizer
+    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 

@@ -9,10 +9,10 @@ from zipfile import ZipFile
 
 import pytest
 
-from arealite.base.chat_template import render_chat
 from arealite.base.errors import UserError
 from arealite.ext.demo import real_models
 from arealite.ext.demo.real_models import Source
+from arealite.ext.light_tokenizer.chat_template import render_chat
 
 PARTS = [b"GGUF first", b" and second"]
 SOURCE = Source(

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.base.errors import UserError
-from arealite.base.tokenizer import Tokenizer, load_tokenizer
 from arealite.cli import configs
 from arealite.ext.gguf import gguf_file
+from arealite.ext.light_tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes.gguf_files import MERGED, Content, write_gguf
 from tests.models import tiny_model
 

@@ -14,7 +14,7 @@ from arealite.api.task import Task
 from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_user_module
-from arealite.impl.reward.process_pool import FunctionFailed
+from arealite.ext.rewards.process_pool import FunctionFailed
 
 SOURCE = """
 import asyncio

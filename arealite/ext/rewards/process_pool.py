@@ -22,9 +22,9 @@ import msgspec
 from arealite.api.reward import FunctionRewardConfig
 from arealite.base import log, outputs, registry
 from arealite.base.errors import DeadlineError, EpisodeError, RewardTimeout, UserError
+from arealite.ext.rewards import function_process as wire
+from arealite.ext.rewards.function_process import Answer, Call, Frames, Start, framed
 from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
-from arealite.impl.reward import function_process as wire
-from arealite.impl.reward.function_process import Answer, Call, Frames, Start, framed
 from arealite.system.health.waits import Wait
 
 START_S = 300.0

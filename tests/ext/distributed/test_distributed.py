@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DistributedPublisherConfig
 from arealite.base.errors import RoleError, UserError
+from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.server_supervisor import IS_KEPT
 from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
-from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.names.name_registry import NameRegistry
 from tests.impl.publisher.sites import publishing
 from tests.models import tiny_mixture

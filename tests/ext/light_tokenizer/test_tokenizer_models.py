@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from arealite.base.tokenizer_folder import is_compared
-from tests.base.test_tokenizer import assert_equal_tokens, load_both
+from arealite.ext.light_tokenizer.tokenizer_folder import is_compared
+from tests.ext.light_tokenizer.test_tokenizer import assert_equal_tokens, load_both
 from tests.gemma import FOLDER, gemma
 from tests.smollm2 import smollm2
 from tools import gemma as tool

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from arealite import __version__
-from arealite.cli import info
 from arealite.cli import main as cli
+from arealite.ext.machine import info
 
 
 def table(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:

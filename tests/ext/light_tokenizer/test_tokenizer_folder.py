@@ -11,7 +11,12 @@ import transformers
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
-from arealite.base.tokenizer_folder import DATA, UnsupportedError, is_compared, read_tokenizer
+from arealite.ext.light_tokenizer.tokenizer_folder import (
+    DATA,
+    UnsupportedError,
+    is_compared,
+    read_tokenizer,
+)
 from tests.fakes.tokenizer_folders import gemma, qwen, sentencepiece
 
 pytestmark = pytest.mark.skipif(
@@ -99,7 +104,7 @@ def test_large_tokenizer_of_mistral_is_left_to_transformers(
 ) -> None:
     folder = sentencepiece(tmp_path / "model")
     read_tokenizer(folder)
-    monkeypatch.setattr("arealite.base.tokenizer_folder.MISTRAL_SIZE", 100)
+    monkeypatch.setattr("arealite.ext.light_tokenizer.tokenizer_folder.MISTRAL_SIZE", 100)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
     with pytest.raises(UnsupportedError):
         read_tokenizer(folder)

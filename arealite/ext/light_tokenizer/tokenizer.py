@@ -15,7 +15,12 @@ from typing import Any, cast
 from tokenizers import AddedToken, Encoding
 from tokenizers.models import BPE
 
-from arealite.base.tokenizer_folder import DATA, TokenizerParts, UnsupportedError, read_tokenizer
+from arealite.ext.light_tokenizer.tokenizer_folder import (
+    DATA,
+    TokenizerParts,
+    UnsupportedError,
+    read_tokenizer,
+)
 
 _lock = threading.Lock()
 CLEAN_UPS = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
@@ -196,7 +201,7 @@ class Tokenizer:
         self, conversation: Any, tools: Any = None, *others: Any, **options: Any
     ) -> Any:
         """Render messages, and tokenize the rendering unless `tokenize` is false."""
-        from arealite.base.chat_template import render_chat  # loads jinja2
+        from arealite.ext.light_tokenizer.chat_template import render_chat  # loads jinja2
 
         has_other_options = not options.keys().isdisjoint(DATA["chat_options"])
         if others or has_other_options:

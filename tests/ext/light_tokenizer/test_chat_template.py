@@ -12,8 +12,8 @@ import transformers
 from jinja2.exceptions import SecurityError, TemplateError
 from transformers import AutoTokenizer
 
-from arealite.base.tokenizer import Tokenizer, load_tokenizer
-from arealite.base.tokenizer_folder import is_compared
+from arealite.ext.light_tokenizer.tokenizer import Tokenizer, load_tokenizer
+from arealite.ext.light_tokenizer.tokenizer_folder import is_compared
 from tests.fakes.chat_families import FAMILIES, SHAPES, tokenizer_of
 from tests.fakes.tokenizer_folders import byte_level
 

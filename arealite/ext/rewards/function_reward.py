@@ -21,8 +21,8 @@ from arealite.api.reward import FunctionRewardConfig, Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
-from arealite.impl.reward.function_process import OPTION
-from arealite.impl.reward.process_pool import ProcessPool
+from arealite.ext.rewards.function_process import OPTION
+from arealite.ext.rewards.process_pool import ProcessPool
 
 RESERVED_NAMES = ("self", "value")
 """Names that a part of a reward cannot have: parameters of `Agent.reward`."""

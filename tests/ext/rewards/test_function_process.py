@@ -18,7 +18,7 @@ from arealite.api.reward import FunctionRewardConfig, RewardConfig, make_reward
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError, failure_class
 from arealite.base.outputs import ProtectedOutput
-from arealite.impl.reward import process_pool
+from arealite.ext.rewards import process_pool
 from tests.terminals import closed_pipe
 from tests.waiting import eventually, has_exited, until, until_exited
 

@@ -13,7 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from arealite.base.tokenizer_folder import UnsupportedError
+from arealite.ext.light_tokenizer.tokenizer_folder import UnsupportedError
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which a message can have its thought; templates read the first two."""

@@ -18,9 +18,9 @@ import transformers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from arealite.base import tokenizer as module
-from arealite.base.tokenizer import Tokenizer, load_tokenizer
-from arealite.base.tokenizer_folder import is_compared
+from arealite.ext.light_tokenizer import tokenizer as module
+from arealite.ext.light_tokenizer.tokenizer import Tokenizer, load_tokenizer
+from arealite.ext.light_tokenizer.tokenizer_folder import is_compared
 from tests.fakes.tokenizer_folders import (
     CORPUS,
     KINDS,
