@@ -197,11 +197,11 @@ test-models: $(VENV)/.dev
 	MODELS_WRITE=$(WRITE) $(PY) -m pytest -m models tests/families
 
 test-peers: $(PEERS_VENV)/.dev
-	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/docs/test_from_trl.py
+	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/ext tests/docs/test_from_trl.py
 
 # Tests marked part: a short part of each suite that `.ci/run` does not run.
 test-parts: $(VENV)/.envs
-	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/impl tests/attacks
+	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/impl tests/ext tests/attacks
 
 test-nightly: $(VENV)/.dev
 	$(PY) tools/nightly.py

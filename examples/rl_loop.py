@@ -24,13 +24,13 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for tools/, and for arealite where it is not installed
 
-from arealite.algo.advantages import group_advantages  # noqa: E402
+from arealite.algo.advantages import dr_grpo, group_advantages  # noqa: E402
 from arealite.algo.losses import make_policy_loss  # noqa: E402
 from arealite.algo.reduction import token_weights  # noqa: E402
-from arealite.api.algorithm import LossConfig  # noqa: E402
+from arealite.api.algorithm import AdvantageConfig, LossConfig  # noqa: E402
 from arealite.api.engine import Sequence, Training  # noqa: E402
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
-from arealite.api.episode import Record  # noqa: E402
+from arealite.api.episode import EpisodeRecord  # noqa: E402
 from arealite.api.llm import LLMResponse, SamplingConfig  # noqa: E402
 from arealite.api.trajectory import Segment  # noqa: E402
 from arealite.ext.demo.sorting import answer, draw, held_out, make_kit, question  # noqa: E402
@@ -96,7 +96,7 @@ class Sampler:
             versions=versions,
             stop_reason="stop",
         )
-        record = Record()
+        record = EpisodeRecord()
         record.add(record.begin(request.prompt, SamplingConfig()), response)
         text = self.tokenizer.decode(request.output, skip_special_tokens=True)
         reward = 1.0 if text == answer(request.rid) else 0.0
@@ -127,7 +127,7 @@ def make_rows(samples: list[Sample]) -> list[Sequence]:
     """Turn samples into training rows: an advantage, a weight and a logprob for each token."""
     groups = [sample.digits for sample in samples]
     rewards = [sample.reward for sample in samples]
-    advantages = group_advantages(rewards, groups, kind="dr_grpo", eps=1e-6)
+    advantages = group_advantages(rewards, groups, dr_grpo, AdvantageConfig())
     rows = []
     for sample, advantage in zip(samples, advantages, strict=True):
         segment = sample.segment

@@ -40,7 +40,7 @@ from arealite.api.task import Task  # noqa: E402
 from arealite.api.trial import ClusterConfig  # noqa: E402
 from arealite.ext.gateway.config import GatewayConfig  # noqa: E402
 from arealite.ext.gateway.gateway import Gateway  # noqa: E402
-from arealite.ext.gateway.session import Session  # noqa: E402
+from arealite.ext.gateway.session import GatewaySession  # noqa: E402
 from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
 from arealite.system.names.name_registry import NameRegistry  # noqa: E402
 from tests.fakes.chat_families import tokenizer_of  # noqa: E402
@@ -89,7 +89,7 @@ class Bench:
         self.profiler: cProfile.Profile | None = None
         self._opened = 0
 
-    def open(self, client: LLMClient, tokenizer: Any, sampling: SamplingConfig) -> Session:
+    def open(self, client: LLMClient, tokenizer: Any, sampling: SamplingConfig) -> GatewaySession:
         """Return the session of a new episode."""
         self._opened += 1
         seat = Seat(
@@ -119,7 +119,7 @@ class Bench:
         assert not result.errors, result.errors
         return result
 
-    async def play(self, make: Callable[[], Session], clients: int, **job: Any) -> Played:
+    async def play(self, make: Callable[[], GatewaySession], clients: int, **job: Any) -> Played:
         """Let clients play new sessions; return the figures and the number of sampled tokens."""
         sessions = [make() for _ in range(clients)]
         keys = [session.endpoint.api_key for session in sessions]
@@ -196,7 +196,7 @@ async def quick(bench: Bench, only: set[str], repeats: int, found: Measured) -> 
     with instant() as address:
         async with client_of(address) as client:
 
-            def make() -> Session:
+            def make() -> GatewaySession:
                 return bench.open(client, tokenizer, sampling)
 
             await bench.play(make, 8, turns=10)
@@ -215,7 +215,7 @@ async def quick(bench: Bench, only: set[str], repeats: int, found: Measured) -> 
                     await stall(bench, make, found)
 
 
-async def stall(bench: Bench, make: Callable[[], Session], found: Measured) -> None:
+async def stall(bench: Bench, make: Callable[[], GatewaySession], found: Measured) -> None:
     """Measure the lag of the event loop with long conversations, and without any request."""
     lags, stop = list[float](), asyncio.Event()
 

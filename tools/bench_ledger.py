@@ -30,6 +30,7 @@ from arealite.ext.audit.audit import audit
 from arealite.ext.view import report_rows, report_run
 from arealite.system.data.dataset import identity
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
 from tools import figures
@@ -158,7 +159,8 @@ def measure(folder: Path, records: int, tokens: int, repeats: int) -> dict[str, 
 
     def opens() -> None:
         ledger = Ledger(paths.ledger, fingerprint=identity(ExperimentConfig(), TASKS))
-        GroupStore(ledger, TASKS, ppo=config.trainer.ppo, seed=1, shuffle=True)
+        sampler = Permutation(len(TASKS), seed=1, shuffle=True)
+        GroupStore(ledger, TASKS, ppo=config.trainer.ppo, sampler=sampler)
         ledger.close()
 
     def ends() -> None:

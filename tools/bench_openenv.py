@@ -34,7 +34,7 @@ from arealite.api.episode import Action, Seat
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.task import Task
 from arealite.base import log
-from arealite.ext.hosting.client import make_env
+from arealite.impl.env.runtimes import make_env
 from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]

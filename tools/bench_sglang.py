@@ -36,7 +36,7 @@ import uvloop  # noqa: E402
 from arealite.base import log  # noqa: E402
 from arealite.impl.client import sglang_messages  # noqa: E402
 from arealite.impl.client.connections import KEEPALIVE_S  # noqa: E402
-from arealite.impl.client.server_choice import Server  # noqa: E402
+from arealite.impl.client.server_choice import LLMServerState  # noqa: E402
 from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
 from arealite.impl.weights import process_group  # noqa: E402
 from arealite.system.names.name_registry import Entry  # noqa: E402
@@ -80,7 +80,7 @@ async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
     """Publish while 64 generations run, by retract and by abort; count interrupted generations."""
     decode, answered = sglang_messages.decode_answer, 0
 
-    def count(raw: bytes) -> sglang_messages.Answer:
+    def count(raw: bytes) -> sglang_messages.GenerateAnswer:
         nonlocal answered
         answer = decode(raw)
         answered += len(answer.output_ids)
@@ -163,7 +163,7 @@ async def elastic(site: Site, port: int, note: Note) -> None:
         note("elastic.lost", episodes.lost)
 
 
-def server(client: SGLangClient, port: int) -> Server | None:
+def server(client: SGLangClient, port: int) -> LLMServerState | None:
     """Return the client's state of a server."""
     found = (s for s in client._router.servers.values() if s.address.endswith(f":{port}"))
     return next(found, None)
@@ -175,7 +175,7 @@ def named(site: Site, port: int) -> list[Entry]:
     return [entry for entry in names if entry.value["address"].endswith(f":{port}")]
 
 
-def finished(known: Server | None) -> int:
+def finished(known: LLMServerState | None) -> int:
     """Return the number of requests that a server has answered."""
     return 0 if known is None else known.served - known.in_flight
 

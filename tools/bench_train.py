@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arealite.algo.logprobs import Head, token_logprobs
+from arealite.algo.logprobs import OutputHead, token_logprobs
 from arealite.algo.packing import LAYOUTS
 from arealite.algo.partition import balance
 from arealite.api.engine import LossInput
@@ -119,7 +119,7 @@ def loss_peak(which: str, tokens: int) -> dict[str, float]:
     else:
         chunk = FSDPConfig().logits_chunk // VOCAB
         logprobs, entropy = token_logprobs(
-            hidden, Head(weight), targets, temperature_N=temperature, chunk=chunk
+            hidden, OutputHead(weight), targets, temperature_N=temperature, chunk=chunk
         )
     (logprobs.sum() + 0.01 * entropy.sum()).backward()
     return {"mb": figures.peak_mb() - before, "cpu_s": time.process_time() - started}

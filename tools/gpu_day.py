@@ -43,6 +43,8 @@ from tools.timed_parts import Day, Part  # noqa: E402
 PARTS = "machine", "tests", "training", "serving", "async", "lesson"
 WORDS_OF_PYTEST = "passed", "failed", "errors", "skipped", "deselected"
 TEST_WORKERS = 8
+GPU_TESTS = "impl/engine", "ext/models", "ext/embedded", "impl/server", "ext/external"
+"""Folders of the tests of engine and servers."""
 TEST_LIMIT_S = 60
 MAX_FAILURES = 20
 """Names of failed rows or tests in the results; the log has all."""
@@ -120,7 +122,7 @@ def test_command(*, quick: bool) -> list[str]:
         return [*command, str(ROOT / "tests/ext/embedded/test_ports.py")]
     if find_spec("xdist"):
         command += ["-n", str(min(TEST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
-    return [*command, *(str(ROOT / "tests/impl" / name) for name in ("engine", "server"))]
+    return [*command, *(str(ROOT / "tests" / name) for name in GPU_TESTS)]
 
 
 def machine_numbers(output: str) -> dict[str, Any]:

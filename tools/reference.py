@@ -237,7 +237,7 @@ def commands_page() -> str:
         "serve-llm`.\nThe keys of each command are in [config keys](config.md).\n",
         "| command | |",
         "|---|---|",
-        *(line(f"[`{name}`](#{name})", text) for name, (_, text) in cli.COMMANDS.items()),
+        *(line(f"[`{name}`](#{name})", text) for name, text in cli.COMMANDS.items()),
         "",
     ]
     for name in cli.COMMANDS:

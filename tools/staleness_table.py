@@ -25,6 +25,7 @@ from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 
 MEDIAN_TOKENS, SIGMA = 600, 1.0
@@ -98,7 +99,8 @@ class Trial:
         ]
         about = {"group_size": str(self.group_size)}
         self.ledger = Ledger(self.folder / "ledger.sqlite", fingerprint=about)
-        self.store = GroupStore(self.ledger, tasks, ppo=self.ppo, seed=self.seed, shuffle=True)
+        sampler = Permutation(len(tasks), seed=self.seed, shuffle=True)
+        self.store = GroupStore(self.ledger, tasks, ppo=self.ppo, sampler=sampler)
 
     def run(self) -> Trial:
         """Play until the last step is trained."""

@@ -10,27 +10,23 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from arealite.api.algorithm import ShapingConfig
+from arealite.api.algorithm import AdvantageConfig, ShapingConfig
+from arealite.api.formulas import GroupAdvantage, TokenAdvantage
 
 
 def group_advantages(
     rewards: Sequence[float | None],
     groups: Sequence[Hashable],
-    *,
-    kind: str,
-    eps: float,
+    compare: GroupAdvantage,
+    config: AdvantageConfig,
 ) -> list[float]:
     """Return the advantage of each episode relative to its group.
-
-    grpo: (R_i − mean_g) / (std_g + eps), with the sample standard deviation (n − 1). dr_grpo:
-    R_i − mean_g. rloo: R_i − mean of the *other* members. Sources: GRPO, arXiv 2402.03300; Dr.GRPO,
-    arXiv 2503.20783; RLOO, arXiv 2402.14740.
 
     Args:
         rewards: The reward of each episode. None: it has no score and takes no part in its group.
         groups: The key of each episode's group. Groups may have different sizes.
-        kind: grpo, dr_grpo or rloo.
-        eps: Added to the standard deviation of grpo.
+        compare: The advantages of one group.
+        config: The options of `compare`.
 
     Returns:
         One advantage per episode; 0 without a score, in groups of one score and in groups of equal
@@ -45,33 +41,36 @@ def group_advantages(
                 scores[index] = score
         if len({*scores.values()}) < 2:
             continue
-        mean = math.fsum(scores.values()) / len(scores)
-        scale = _scale(
-            [*scores.values()],
-            mean,
-            kind=kind,
-            eps=eps,
-        )
-        for index, score in scores.items():
-            advantages[index] = (score - mean) / scale
+        group = compare(config, [*scores.values()])
+        for index, advantage in zip(scores, group, strict=True):
+            advantages[index] = advantage
     return advantages
 
 
-def _scale(
-    scores: list[float],
-    mean: float,
-    *,
-    kind: str,
-    eps: float,
-) -> float:
-    """Return the number by which deviations from the mean of a group are divided."""
-    num_others = len(scores) - 1
-    if kind == "grpo":
-        squares = math.fsum((score - mean) ** 2 for score in scores)
-        return math.sqrt(squares / num_others) + eps
-    if kind == "rloo":  # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
-        return num_others / len(scores)
-    return 1.0
+def grpo(config: AdvantageConfig, scores: Sequence[float]) -> list[float]:
+    """Return (R − mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300)."""
+    deviations = _deviations(scores)
+    squares = math.fsum(deviation**2 for deviation in deviations)
+    scale = math.sqrt(squares / (len(scores) - 1)) + config.eps
+    return [deviation / scale for deviation in deviations]
+
+
+def dr_grpo(_config: AdvantageConfig, scores: Sequence[float]) -> list[float]:
+    """Return R − mean (arXiv 2503.20783)."""
+    return _deviations(scores)
+
+
+def rloo(_config: AdvantageConfig, scores: Sequence[float]) -> list[float]:
+    """Return R − mean of the *other* members (arXiv 2402.14740)."""
+    # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
+    scale = (len(scores) - 1) / len(scores)
+    return [deviation / scale for deviation in _deviations(scores)]
+
+
+def _deviations(scores: Sequence[float]) -> list[float]:
+    """Return R − mean."""
+    mean = math.fsum(scores) / len(scores)
+    return [score - mean for score in scores]
 
 
 def group_counts(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> dict[str, float]:
@@ -148,31 +147,35 @@ def discounted_returns(rewards_N: np.ndarray, *, gamma: float) -> np.ndarray:
     return np.array(returns, np.float64)
 
 
-def gae(
-    rewards_N: np.ndarray,
-    values_N: np.ndarray,
-    *,
-    bootstrap: float,
-    gamma: float,
-    lam: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (advantages, returns) by generalized advantage estimation, float64 [N] each.
+def _returns(
+    config: AdvantageConfig, rewards_N: np.ndarray, _values_N: np.ndarray, _bootstrap: float
+) -> np.ndarray:
+    """Return the discounted return of each token, float64 [N]."""
+    return discounted_returns(rewards_N, gamma=config.gamma)
+
+
+def _gae(
+    config: AdvantageConfig, rewards_N: np.ndarray, values_N: np.ndarray, bootstrap: float
+) -> np.ndarray:
+    """Return generalized advantage estimates, float64 [N].
 
     A_t = δ_t + gamma · lam · A_{t+1}, δ_t = r_t + gamma · V_{t+1} − V_t (arXiv 1506.02438 eq. 16).
-    The return is A_t + V_t.
 
     Args:
+        config: The options.
         rewards_N: Reward of each token.
         values_N: Value of the state in which each token was sampled.
         bootstrap: Value of the state after the last token; 0 if the episode has finished.
-        gamma: Discount per token.
-        lam: Lambda of GAE.
     """
+    gamma = config.gamma
     values_N = values_N.astype(np.float64)
     next_values_N = np.append(values_N[1:], bootstrap)
     deltas_N = rewards_N + gamma * next_values_N - values_N
-    advantages_N = discounted_returns(deltas_N, gamma=gamma * lam)
-    return advantages_N, advantages_N + values_N
+    return discounted_returns(deltas_N, gamma=gamma * config.gae_lambda)
+
+
+reinforce = TokenAdvantage(formula=_returns)
+gae = TokenAdvantage(formula=_gae, has_critic=True)
 
 
 def m2_threshold(squares: np.ndarray, threshold: float) -> float:

@@ -31,7 +31,7 @@ class LogitChange(NamedTuple):
         return logits
 
 
-class Head(NamedTuple):
+class OutputHead(NamedTuple):
     """The output head of a model."""
 
     weight_VH: Tensor
@@ -46,7 +46,7 @@ class Head(NamedTuple):
 
 def token_logprobs(
     hidden_NH: Tensor,
-    head: Head,
+    head: OutputHead,
     targets_N: Tensor,
     *,
     temperature_N: Tensor,
@@ -77,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, targets, temperature, (change, chunk) = inputs
-        head = Head(weight, bias, change)
+        head = OutputHead(weight, bias, change)
         logp = None
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
@@ -100,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, entropy = ctx.saved_tensors
         change, chunk = ctx.options
-        head = Head(weight, bias, change)
+        head = OutputHead(weight, bias, change)
         grad_logp, grad_entropy = grads
         _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden)
@@ -137,7 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logp_and_slope(
-    head: Head,
+    head: OutputHead,
     hidden: Tensor,
     temperature: Tensor,
 ) -> tuple[Tensor, Tensor | None]:

@@ -9,8 +9,9 @@ import torch
 
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
 from arealite.api.engine import LossFn, LossInput
+from arealite.api.formulas import objectives
 
-Stats = dict[str, torch.Tensor]
+LossStats = dict[str, torch.Tensor]
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios. exp of larger values may be inf, and inf · 0 would make gradients NaN."""
 
@@ -21,7 +22,7 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
     Decoupled (arXiv 2505.24298 eq. 5): the ratio is u = π_θ/π_prox, and the behaviour weight w is
     computed from π_prox/π_behav without a gradient (see _behav_weight). Coupled (arXiv 1707.06347):
     u = π_θ/π_behav and w = 1. With `ratio=sequence`, u is one number per row (GSPO, arXiv
-    2507.18071). For the objectives see _objective.
+    2507.18071). The objective is the part `config.objective`.
 
     The loss reads these fields, float32 [N] each: advantages, loss_weight, behav_logprobs;
     prox_logprobs if decoupled; ref_logprobs if the KL is part of the loss; optional keep (M2PO),
@@ -32,9 +33,10 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
         config: Options of the policy loss.
         kl: Options of the KL penalty; None: no KL term.
     """
+    objective = objectives.get(config.objective)
     kl_coef = kl.coef if kl is not None and kl.place == "loss" else 0.0
 
-    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
+    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, LossStats]:
         fields = batch.fields
         logprobs_N = batch.outputs["logprobs"]
         entropy_N = batch.outputs["entropy"]
@@ -43,7 +45,7 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
         old_N = fields["prox_logprobs" if config.decoupled else "behav_logprobs"]
         log_ratio_N = _log_ratio(logprobs_N - old_N, batch.rows_N, config.ratio)
         ratio_N = log_ratio_N.exp()
-        terms_N = _objective(config, ratio_N, logprobs_N, advantages_N)
+        terms_N = objective(config, ratio_N, logprobs_N, advantages_N)
         stats = _ratio_stats(config, ratio_N.detach(), log_ratio_N.detach(), advantages_N)
         kept_N = weight_N
         if config.decoupled:
@@ -100,28 +102,14 @@ def _log_ratio(
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _objective(
-    config: LossConfig,
-    ratio_N: torch.Tensor,
-    logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
+def ppo(
+    config: LossConfig, ratio_N: torch.Tensor, _: torch.Tensor, advantages_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return the term of each token to minimize, from its ratio u and its advantage A.
+    """Return −min(uA, clip(u, 1 − eps_low, 1 + eps_high)·A) of each token, with ratio u.
 
-    ppo: −min(uA, clip(u, 1 − eps_low, 1 + eps_high)·A); dual clip (arXiv 1912.09729) bounds it by
-    c·|A| if A < 0. cispo (arXiv 2506.13585 eq. 4): −clip(u)·A·log π, without a gradient through
-    clip(u). sapo (arXiv 2511.20347): −4/τ·σ(τ(u − 1))·A. reinforce: −A·log π.
+    Dual clip (arXiv 1912.09729) bounds it by c·|A| if A < 0.
     """
-    if config.objective == "reinforce":
-        return -advantages_N * logprobs_N
-    if config.objective == "sapo":
-        tau_N = torch.full_like(advantages_N, config.sapo_tau_neg)
-        tau_N = tau_N.masked_fill(advantages_N > 0, config.sapo_tau)
-        gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0))
-        return -(4.0 / tau_N) * gate_N * advantages_N
-    clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
-    if config.objective == "cispo":
-        return -clipped_N.detach() * advantages_N * logprobs_N
+    clipped_N = _clipped(config, ratio_N)
     terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
     if config.dual_clip is None:
         return terms_N
@@ -129,11 +117,43 @@ def _objective(
     return torch.where(advantages_N < 0, bounded_N, terms_N)
 
 
+def cispo(
+    config: LossConfig, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
+) -> torch.Tensor:
+    """Return −clip(u)·A·log π of each token, without a gradient through clip(u).
+
+    Source: arXiv 2506.13585 eq. 4.
+    """
+    return -_clipped(config, ratio_N).detach() * advantages_N * logprobs_N
+
+
+def sapo(
+    config: LossConfig, ratio_N: torch.Tensor, _: torch.Tensor, advantages_N: torch.Tensor
+) -> torch.Tensor:
+    """Return −4/τ·σ(τ(u − 1))·A of each token (arXiv 2511.20347)."""
+    tau_N = torch.full_like(advantages_N, config.sapo_tau_neg)
+    tau_N = tau_N.masked_fill(advantages_N > 0, config.sapo_tau)
+    gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0))
+    return -(4.0 / tau_N) * gate_N * advantages_N
+
+
+def reinforce(
+    _config: LossConfig, _: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
+) -> torch.Tensor:
+    """Return −A·log π of each token."""
+    return -advantages_N * logprobs_N
+
+
+def _clipped(config: LossConfig, ratio_N: torch.Tensor) -> torch.Tensor:
+    """Return clip(u, 1 − eps_low, 1 + eps_high)."""
+    return ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
+
+
 def _behav_weight(
     config: LossConfig,
     fields: dict[str, torch.Tensor],
     rows_N: torch.Tensor,
-    stats: Stats,
+    stats: LossStats,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the behaviour weights w and the mask of kept tokens (None: all); add to `stats`.
 
@@ -165,7 +185,7 @@ def _ratio_stats(
     ratio_N: torch.Tensor,
     log_ratio_N: torch.Tensor,
     advantages_N: torch.Tensor,
-) -> Stats:
+) -> LossStats:
     """Return stats of the ratio; `clip_frac_*` count tokens whose gradient a clip changes."""
     stats = {
         "ratio": ratio_N,
@@ -183,10 +203,10 @@ def _ratio_stats(
 
 
 def weighted_sums(
-    stats: Stats,
+    stats: LossStats,
     weight_N: torch.Tensor,
     loss: torch.Tensor,
-) -> Stats:
+) -> LossStats:
     """Sum each stat with the tokens' weights; add `loss` and `weight`."""
     stacked_KN = torch.stack([stat_N.to(weight_N.dtype) for stat_N in stats.values()])
     sums_K = stacked_KN @ weight_N
@@ -218,7 +238,7 @@ def make_value_loss(config: CriticConfig) -> LossFn:
     and loss_weight, each float32 [N]. Source: arXiv 2005.12729, section 3.
     """
 
-    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
+    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, LossStats]:
         values_N = batch.outputs["values"]
         old_N = batch.fields["values"]
         returns_N = batch.fields["returns"]

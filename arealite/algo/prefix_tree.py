@@ -15,7 +15,8 @@ MIN_SHARED = 4
 """Minimum length of a shared prefix. To share only a start token does not pay."""
 
 
-class Node(NamedTuple):
+@dataclass(slots=True, kw_only=True)  # frozen would double the time to create it
+class PrefixNode:
     """A run of consecutive tokens that one or more rows have in common."""
 
     row: int
@@ -34,7 +35,7 @@ class Forest(NamedTuple):
     The first descendant is the child with the longest row.
     """
 
-    nodes: list[Node]
+    nodes: list[PrefixNode]
     last: list[int]
     """Index of the node in which each row ends."""
 
@@ -146,13 +147,13 @@ def _shared_path(
 
 def _depth_first(root: _Draft, num_rows: int) -> Forest:
     """Return the descendants of `root` as a forest."""
-    nodes = list[Node]()
+    nodes = list[PrefixNode]()
     last = [0] * num_rows
     stack = [(tree, -1) for tree in reversed(root.children.values())]
     while stack:
         draft, parent = stack.pop()
         index = len(nodes)
-        node = Node(
+        node = PrefixNode(
             row=draft.row,
             begin=draft.begin,
             end=draft.end,

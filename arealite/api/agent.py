@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent_config import AgentConfig
 from arealite.api.checked import checked
-from arealite.api.episode import Action, Record, Seat, finite
+from arealite.api.episode import Action, EpisodeRecord, Seat, finite
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
+from arealite.api.tokenizer import Tokenizer, load_with_transformers
+from arealite.base import entries
 from arealite.base.errors import UserError, one_line
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
     from arealite.api.experiment_config import ExperimentConfig
+    from arealite.api.hooks import TokenizerReader
     from arealite.api.llm import SamplingConfig
     from arealite.api.turns import Origin
-    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
 
 
 class Agent(ABC):
@@ -28,6 +30,9 @@ class Agent(ABC):
 
     trainable = True
     """False for judges and frozen opponents: their tokens are not trained."""
+    templates_observation = False
+    """Whether `act` sends an observation through the chat template, after the option
+    `system_prompt`. A start checks such prompts. Each derived class that does so says it again."""
     shared: Any = None
     """The object that `share` created for all agents of this config; None without one."""
 
@@ -41,7 +46,7 @@ class Agent(ABC):
         self.client = client
         self.tokenizer = tokenizer
         self.seat = seat
-        self.record = Record(recorded=[*seat.recorded])
+        self.record = EpisodeRecord(recorded=[*seat.recorded])
 
     @classmethod
     def share(cls, args: ExperimentConfig, config: Any) -> AbstractAsyncContextManager[Any] | None:
@@ -115,7 +120,7 @@ class Agent(ABC):
             resumed=recorded if recorded.output_ids else None,
             on_partial=partial(self.record.store_partial, turn),
             on_tokens=on_tokens,
-            known=turn.known,
+            num_known_tokens=turn.num_known_tokens,
             json=turn.json,
         )
         response = await self.client.generate(request)
@@ -124,7 +129,7 @@ class Agent(ABC):
         return response
 
 
-agents = Registry[Agent].built_in("agent")
+agents = Registry[type[Agent]].built_in("agent")
 
 
 class AgentFactory:
@@ -158,10 +163,13 @@ class AgentFactory:
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder; UserError if it cannot be loaded."""
-    from arealite.ext.light_tokenizer import tokenizer  # api starts without the package tokenizers
-
+    readers: list[TokenizerReader] = entries.hooks("tokenizer_reader")
     try:
-        return tokenizer.load_tokenizer(path)
+        for read in readers:
+            tokenizer = read(path)
+            if tokenizer is not None:
+                return tokenizer
+        return load_with_transformers(path)
     except Exception as error:  # a config.json or a tokenizer fails in its own way
         raise UserError(
             f"the tokenizer or config.json of '{path}' cannot be loaded "

@@ -8,18 +8,23 @@ from math import inf
 from typing import Literal
 
 from arealite.api.engine_config import OptimizerConfig
-from arealite.api.fields import Constraints, opt, sub
+from arealite.api.fields import Constraints, named, opt, sub
+from arealite.api.formulas import GroupAdvantage, TokenAdvantage, advantages
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+CANNOT_CLIP_DUAL = ("cispo", "sapo", "reinforce")
+"""Objectives without a dual clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """The policy loss: objective, correction for off-policy tokens, and reduction."""
 
-    objective: Literal["ppo", "cispo", "sapo", "reinforce"] = opt(
-        "ppo", "ppo clips the ratio, cispo clips its weight, sapo gates it, reinforce has none"
+    objective: str = named(
+        "policy_objective",
+        "ppo",
+        "ppo clips the ratio, cispo clips its weight, sapo gates it, reinforce has none",
     )
     ratio: Literal["token", "sequence"] = opt("token", "sequence: geometric mean of a row (GSPO)")
     eps_low: float = opt(0.2, "lower clip range: ratio at least 1 - eps_low", at_least=0)
@@ -45,7 +50,7 @@ class LossConfig:
         """Yield the constraints on the policy loss."""
         objective = f"objective={self.objective}"
         has_ratio = self.objective != "reinforce"
-        can_clip = self.dual_clip is None or self.objective == "ppo"
+        can_clip = self.dual_clip is None or self.objective not in CANNOT_CLIP_DUAL
         yield (
             can_clip,
             f"dual_clip requires objective=ppo, not {objective}. Use dual_clip=null.",
@@ -139,7 +144,8 @@ class ShapingConfig:
 class AdvantageConfig:
     """Advantages: of episodes relative to their group, or of tokens from discounted returns."""
 
-    type: Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae"] = opt(
+    type: str = named(
+        "advantage",
         "grpo",
         "grpo: (reward - group mean) / group std; dr_grpo: no division; rloo: mean of the other "
         "episodes; reinforce: discounted returns; gae: GAE with a critic",
@@ -150,9 +156,20 @@ class AdvantageConfig:
     normalize: bool = opt(False, "normalize to mean 0 and std 1 over the batch's sampled tokens")
 
     @property
+    def function(self) -> GroupAdvantage | TokenAdvantage:
+        """The part `type`."""
+        return advantages.get(self.type)
+
+    @property
     def is_relative(self) -> bool:
         """Whether the advantage is one number for the episode, relative to its group."""
-        return self.type in ("grpo", "dr_grpo", "rloo")
+        return not isinstance(self.function, TokenAdvantage)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need the values of a critic."""
+        function = self.function
+        return isinstance(function, TokenAdvantage) and function.has_critic
 
 
 @dataclass(frozen=True, kw_only=True)

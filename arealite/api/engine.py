@@ -52,6 +52,8 @@ class LossInput:
 LossFn = Callable[[LossInput], "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
 """Returns (loss, stats). The loss is a sum over tokens weighted by `loss_weight`; the losses of all
 micro-batches and ranks sum to the global loss. Stats are sums with the same weights."""
+Stats = dict[str, float]
+"""Stats of one update, by name."""
 
 
 class TrainEngine(ABC):
@@ -94,7 +96,7 @@ class TrainEngine(ABC):
         *,
         rows_per_example: int = 1,
         record_outputs: Mapping[str, str] | None = None,
-    ) -> dict[str, float]:
+    ) -> Stats:
         """Apply one optimizer update over all rows of all ranks.
 
         An update whose gradient norm is not finite is skipped.
@@ -144,4 +146,4 @@ class TrainEngine(ABC):
         """
 
 
-engines = Registry[TrainEngine].built_in("train_engine")
+engines = Registry[type[TrainEngine]].built_in("train_engine")

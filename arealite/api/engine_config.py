@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt, part, sub
+from arealite.api.fields import named, opt, part, sub
 
 Head = Literal["lm", "value"]
 """Output per token: logprob and entropy (lm), or one number (value: critics, reward models)."""
@@ -74,7 +74,7 @@ class FSDPConfig:
 class TrainEngineConfig:
     """The train engine of a model."""
 
-    type: str = opt("fsdp", "registered name of the train engine")
+    type: str = named("train_engine", "fsdp", "registered name of the train engine")
     fsdp: FSDPConfig = part(FSDPConfig)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from arealite.api.agent import Agent
 from arealite.api.task import Row, Task
@@ -26,6 +26,13 @@ class Env(ABC):
     must not happen twice. If the worker of an episode crashes, another worker calls `run` again;
     the agents reuse the recorded generations, and rewards are computed again. An agent samples
     where its prompt or temperature equals no recorded one.
+    """
+    prompt_use: Literal["", "part", "first", "only"] = ""
+    """What a row's prompt is to the agent: a part of an observation, the first observation as it
+    is, or the only one. A start checks such prompts. "": another use, such as a task's name."""
+    has_own_agents: bool = False
+    """Whether the environment brings programs or functions that play; the rollout worker serves
+    them, so it needs runtime.type=in_process. A start creates it, to check its options and seats.
     """
 
     def __init__(self, args: TrialConfig, config: Any) -> None:
@@ -54,6 +61,15 @@ class Env(ABC):
         raise UserError(
             f"{cls.__name__} generates no tasks. Set dataset.train and dataset.eval to files."
         )
+
+    @classmethod  # noqa: B027  (optional hook)
+    def check_row_options(cls, config: Any, task: Task) -> None:
+        """Raise UserError if the options of this environment do not fit a row of a file."""
+
+    @staticmethod
+    def scores_with_reward(config: Any) -> bool:
+        """Return whether the option `reward`, if there is one, scores every row."""
+        return True
 
     @staticmethod  # noqa: B027  (optional hook)
     def check_row(task: Task, /) -> object:
@@ -124,4 +140,4 @@ class StepEnv(Env):
             done = result.done or action.is_last
 
 
-envs = Registry[Env].built_in("env")
+envs = Registry[type[Env]].built_in("env")

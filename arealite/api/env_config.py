@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from arealite.api.fields import Constraints, opt, part, sub, with_options_of
+from arealite.api.env import envs
+from arealite.api.fields import Constraints, named, opt, part, sub, with_options_of
 from arealite.api.runtime import RuntimeConfig
 
 
@@ -20,17 +21,18 @@ class ReverseConfig:
 class EnvConfig:
     """The environment of the episodes."""
 
-    type: str = opt("math", "registered name of the environment")
+    type: str = named("env", "math", "registered name of the environment")
     runtime: RuntimeConfig = sub(RuntimeConfig, "process and host of the environment")
     reverse: ReverseConfig = part(ReverseConfig)
     reverse_echo: ReverseConfig = part(ReverseConfig)
 
     def constraints(self) -> Constraints:
-        """Yield the constraint of environments that need the gateway."""
+        """Yield the constraint of environments whose agents the rollout worker serves."""
         runtime = self.runtime.type
-        can_reach_gateway = self.type != "harness" or runtime == "in_process"
+        if runtime == "in_process":
+            return
         yield (
-            can_reach_gateway,
+            not envs.get(self.type).has_own_agents,
             (
                 f"runtime.type={runtime}: the rollout worker serves the agents of "
                 f"type={self.type}. Use runtime.type=in_process."

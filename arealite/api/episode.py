@@ -28,7 +28,7 @@ class Action(msgspec.Struct, frozen=True):
     """Whether the agent has reached its limit of turns or tokens and does not act again."""
 
 
-class Record(msgspec.Struct, kw_only=True):
+class EpisodeRecord(msgspec.Struct, kw_only=True):
     """The turns and counters of one agent in one episode."""
 
     turns: list[Turn] = []

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from arealite.api.datapipe_config import DatapipeConfig
-from arealite.api.fields import Constraints, opt, sub
+from arealite.api.fields import Constraints, named, opt, sub
 from arealite.api.launcher import LauncherConfig, ViewConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
+from arealite.api.part_options import PublisherOptions
+from arealite.api.publisher import publishers
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trial import TrialConfig
 from arealite.base.folder_checks import check_name
@@ -61,8 +63,10 @@ class DatasetConfig:
 class LoggerConfig:
     """Metric loggers besides metrics.jsonl, and the log level."""
 
-    types: list[str] = sub(
-        lambda: ["tensorboard"], "tensorboard, wandb, trackio, or registered names; []: none"
+    types: list[str] = named(
+        "logger",
+        lambda: ["tensorboard"],
+        "tensorboard, wandb, trackio, or registered names; []: none",
     )
     level: Literal["debug", "info", "warning", "error"] = opt("info", "log level of every role")
 
@@ -118,29 +122,9 @@ class ExperimentConfig(TrialConfig):
                 "Use 0 for a fixed number of workers."
             ),
         )
-        if trainer.ppo.publisher.type == "shared":
-            yield from self._shared_publisher_constraints()
-
-    def _shared_publisher_constraints(self) -> Constraints:
-        """Yield the constraints of a run whose trainer generates with the trained parameters."""
-        key = "trainer.ppo.publisher.type=shared"
-        num_ranks = self.launcher.trainer_ranks
-        yield num_ranks == 1, f"{key} needs launcher.trainer_ranks=1, not {num_ranks}."
-        has_servers = self.llm_server.addresses or self.launcher.llm_servers
-        yield (
-            not has_servers,
-            f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers.",
-        )
-        fsdp = self.trainer.ppo.engine.fsdp
-        trains_adapter = fsdp.lora.rank > 0 or bool(self.model.adapter)
-        keeps_float32 = fsdp.dtype == "float32" or trains_adapter
-        yield (
-            keeps_float32 and not fsdp.cpu_offload,
-            (
-                f"{key} generates from the trained parameters: "
-                "use engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
-            ),
-        )
+        options = publishers.options(trainer.ppo.publisher)
+        if isinstance(options, PublisherOptions):
+            yield from options.run_constraints(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ field. Loading a config checks the ranges.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from arealite.base import entries
 
@@ -15,6 +15,20 @@ C = TypeVar("C", bound=type)
 Constraints = Iterator[tuple[bool, str]]
 """Result of a config's method `constraints`: pairs of (whether the constraint holds, its error).
 The error begins with an option's name; base.config.check_constraints prefixes the section."""
+
+
+class Package(NamedTuple):
+    """An optional package of a part.
+
+    The options of an environment may have a method `packages`, which yields those that they need.
+    """
+
+    module: str
+    """The module to import."""
+    requirement: str
+    """The argument of `pip install` that installs it."""
+    option: str = ""
+    """The option that needs it, such as "mcp"; "": the part itself does."""
 
 
 def opt(
@@ -77,3 +91,19 @@ def with_options_of(kind: str) -> Callable[[C], C]:
 def sub(factory: Callable[[], Any], help: str) -> Any:
     """Declare a nested config, list or dict with the default `factory()` and a line of help."""
     return field(default_factory=factory, metadata={"help": help})
+
+
+def named(kind: str, default: str | Callable[[], list[str]], help: str) -> Any:
+    """Declare a field whose value is the registered name of a part, or a list of such names.
+
+    Its config class gets the options of other packages' parts of this kind.
+
+    Args:
+        kind: The kind of part: "agent", "env", …
+        default: The default name, or a function that returns the default list.
+        help: One line of documentation.
+    """
+    metadata = {"help": help, "names": kind}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)

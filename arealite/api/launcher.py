@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import named, opt, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RayConfig:
 class LauncherConfig:
     """The processes of a run, the launcher, and the rules of restarts."""
 
-    type: str = opt("local", "registered name of the launcher")
+    type: str = named("launcher", "local", "registered name of the launcher")
     trainer_ranks: int = opt(1, "number of trainer processes", at_least=1)
     rollout_workers: int = opt(1, "number of rollout workers", at_least=1)
     max_workers: int = opt(0, "limit of collector.autoscale; 0: rollout_workers", at_least=0)
@@ -80,4 +80,4 @@ class Launcher(ABC):
         """
 
 
-launchers = Registry[Launcher].built_in("launcher")
+launchers = Registry[type[Launcher]].built_in("launcher")

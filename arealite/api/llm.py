@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from arealite.api.fields import opt, part, sub
+from arealite.api.fields import named, opt, part, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class SGLangClientConfig:
 class LLMClientConfig:
     """The client of the LLM servers."""
 
-    type: str = opt("sglang", "registered name of the client")
+    type: str = named("llm_client", "sglang", "registered name of the client")
     sglang: SGLangClientConfig = part(SGLangClientConfig)
 
 
@@ -69,7 +69,7 @@ class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
     on_tokens: Callable[[list[int]], None] | None = None
     """Called with each new piece of sampled ids, in order, each token exactly once; makes the
     client stream. The tokens of `resumed` are not new."""
-    known: int = 0
+    num_known_tokens: int = 0
     """Number of the first tokens that are prompt and output of an earlier request. The client does
     not check them again, which would take most of its time for a long prompt."""
     json: bytes = b""
@@ -78,7 +78,7 @@ class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def routing_start(self) -> int:
         """First token whose experts are recorded; the parent turn's record ends before it."""
-        return max(0, self.known - 1)
+        return max(0, self.num_known_tokens - 1)
 
 
 class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,4 +127,4 @@ class LLMClient(ABC):
         return {}
 
 
-clients = Registry[LLMClient].built_in("llm_client")
+clients = Registry[type[LLMClient]].built_in("llm_client")

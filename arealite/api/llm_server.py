@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from arealite.api.fields import opt, part, sub
+from arealite.api.fields import named, opt, part, sub, with_options_of
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -12,16 +12,6 @@ if TYPE_CHECKING:
 
 UNTRUSTED = "-1"
 """Version of a server whose weights belong to no version. Clients send it no requests."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddedServerConfig:
-    """The built-in server: a transformers model behind SGLang's protocol, in one process."""
-
-    max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
-    num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
-    device: str = opt("auto", "auto, cpu or cuda")
-    max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +35,28 @@ class SGLangServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_options_of("llm_server")
 class LLMServerConfig:
     """The server of `launch_llm_server`."""
 
-    type: str = opt("embedded", "registered name of the server")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the options of one type, such as `embedded`."""
+
+    type: str = named("llm_server", "embedded", "registered name of the server")
     host: str = opt("127.0.0.1", "address to bind; other than loopback: open to the network")
     port: int = opt(0, "port; 0: a free port", at_least=0, at_most=65535)
     context_length: int | None = opt(
         None, "limit of prompt plus output, in tokens; null: the model's limit", at_least=1
     )
     log_level: Literal["debug", "info", "warning", "error"] = opt("info", "lowest level to log")
-    embedded: EmbeddedServerConfig = part(EmbeddedServerConfig)
     sglang: SGLangServerConfig = part(SGLangServerConfig)
+
+    @property
+    def selected_options(self) -> Any:
+        """The options of this type; None without any."""
+        return getattr(self, self.type, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,4 +79,4 @@ class LLMServer(ABC):
         """Load the model, listen, register under the trial's names, and serve until cancelled."""
 
 
-servers = Registry[LLMServer].built_in("llm_server")
+servers = Registry[type[LLMServer]].built_in("llm_server")

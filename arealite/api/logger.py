@@ -41,4 +41,4 @@ class MetricLogger(ABC):
         """Flush and close."""
 
 
-loggers = Registry[MetricLogger].built_in("logger")
+loggers = Registry[type[MetricLogger]].built_in("logger")

@@ -95,4 +95,4 @@ class WeightPublisher(ABC):
         """Stop background threads and remove staged files."""
 
 
-publishers = Registry[WeightPublisher].built_in("weight_publisher")
+publishers = Registry[type[WeightPublisher]].built_in("weight_publisher")

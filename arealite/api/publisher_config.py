@@ -1,9 +1,9 @@
 """Options of the weight publishers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from arealite.api.fields import opt, part
+from arealite.api.fields import named, opt, part, with_options_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,25 +14,17 @@ class DiskPublisherConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedPublisherConfig:
-    """The publisher that broadcasts in a process group of trainer rank 0 and all servers."""
-
-    backend: Literal["auto", "gloo", "nccl"] = opt("auto", "auto: nccl on GPUs, else gloo")
-    port: int = opt(0, "port of rank 0 on cluster.host; 0: a free port", at_least=0, at_most=65535)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedPublisherConfig:
-    """The publisher of a run without servers: the trainer generates while it waits for a batch."""
-
-    max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
-
-
-@dataclass(frozen=True, kw_only=True)
+@with_options_of("weight_publisher")
 class PublisherConfig:
     """The publisher, which updates the weights of the servers."""
 
-    type: str = opt(
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the options of one type, such as `shared`."""
+
+    type: str = named(
+        "weight_publisher",
         "disk",
         "disk (a file), distributed (a process group) or shared (the trainer's process generates "
         "with the parameters it trains)",
@@ -45,5 +37,3 @@ class PublisherConfig:
     self_check: bool = opt(True, "compare trainer, servers, transformers before the first episode")
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
     disk: DiskPublisherConfig = part(DiskPublisherConfig)
-    distributed: DistributedPublisherConfig = part(DistributedPublisherConfig)
-    shared: SharedPublisherConfig = part(SharedPublisherConfig)

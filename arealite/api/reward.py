@@ -1,52 +1,29 @@
 """The reward-function interface: score an answer against its ground truth."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from arealite.api.fields import Constraints, opt, part, sub
+from arealite.api.fields import Constraints, named, with_options_of
+from arealite.api.part_options import RewardOptions
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError
 from arealite.base.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathVerifyConfig:
-    """The reward for an answer that is mathematically equal to the ground truth."""
-
-    workers: int = opt(1, "checker processes of one rollout worker", at_least=1)
-    timeout_s: float = opt(2.0, "CPU seconds of a check; slower ones give reward 0", above=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionRewardConfig:
-    """The weighted sum of Python functions."""
-
-    paths: list[str] = sub(list, "functions: module:name or file.py:name")
-    weights: list[float] = sub(list, "weight of each function; []: 1 each")
-    processes: int = opt(1, "processes of one worker that call the functions", at_least=1)
-    timeout_s: float = opt(60.0, "seconds of a call; a longer one fails the episode", above=0)
-
-
-@dataclass(frozen=True, kw_only=True)
+@with_options_of("reward")
 class RewardConfig:
     """The reward function of an environment."""
 
-    type: str = opt("math_verify", "registered name of the reward function")
-    math_verify: MathVerifyConfig = part(MathVerifyConfig)
-    function: FunctionRewardConfig = part(FunctionRewardConfig)
+    type: str = named("reward", "math_verify", "registered name of the reward function")
 
     def constraints(self) -> Constraints:
-        """Yield the constraint that `function.paths` are used."""
-        paths = self.function.paths
-        uses_paths = self.type == "function"
-        yield (
-            uses_paths or not paths,
-            (
-                f"type={self.type} uses no function.paths={paths}. "
-                "Set type=function, or remove function.paths."
-            ),
-        )
+        """Yield the constraints of the options of other types."""
+        for item in fields(self):
+            options = getattr(self, item.name)
+            if item.name != self.type and isinstance(options, RewardOptions):
+                yield from options.unused_constraints(self.type)
 
 
 class Score(float):
@@ -112,7 +89,7 @@ class Reward(ABC):
         """Stop the resources of `setup`."""
 
 
-rewards = Registry[Reward].built_in("reward")
+rewards = Registry[type[Reward]].built_in("reward")
 
 
 def make_reward(config: RewardConfig) -> Reward:

@@ -1,9 +1,16 @@
 """Options of an environment's runtime: the worker, a child process, or another host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import named, opt, sub
+from arealite.base.registry import Registry
+
+if TYPE_CHECKING:
+    from arealite.api.env import Env
+    from arealite.api.env_config import EnvConfig
+    from arealite.api.trial import TrialConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +29,8 @@ class EnvServersConfig:
 class RuntimeConfig(EnvServersConfig):
     """The process and host of an environment. Its agents always run in the rollout worker."""
 
-    type: Literal["in_process", "subprocess", "docker", "remote"] = opt(
+    type: str = named(
+        "runtime",
         "in_process",
         "in_process: the worker; subprocess: children of the worker, which may crash or leak; "
         "docker: containers of `image`; remote: `arealite serve` at `addresses`",
@@ -35,3 +43,11 @@ class RuntimeConfig(EnvServersConfig):
     port: int = opt(8000, "docker: port of the server in the image", at_least=1, at_most=65535)
     docker: str = opt("docker", "docker: the program; podman works, too")
     docker_args: list[str] = sub(list, "docker: more arguments of `docker run`, like ['--cpus=2']")
+
+
+Runtime = Callable[["TrialConfig", "EnvConfig"], "Env"]
+"""Creates an environment where it runs, from the run's config and the environment's.
+
+A UserError says which option of the runtime is missing."""
+
+runtimes = Registry[Runtime].built_in("runtime")

@@ -51,7 +51,7 @@ class Tool(ABC):
         """Stop the resources of `setup`."""
 
 
-tools = Registry[Tool].built_in("tool")
+tools = Registry[type[Tool]].built_in("tool")
 
 
 def function(

@@ -2,15 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from arealite.api import algorithm
+from arealite.api import algorithm, offline
 from arealite.api.collector_config import CollectorConfig, EvalConfig
 from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
-from arealite.api.fields import Constraints, opt, sub
+from arealite.api.fields import Constraints, named, opt, sub, with_options_of
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base.registry import Registry
-from arealite.ext.offline.config import DPOConfig, OfflineConfig, SFTConfig
 
 if TYPE_CHECKING:
     from arealite.api.experiment_config import ExperimentConfig
@@ -131,9 +130,8 @@ class PPOConfig:
                 "Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae."
             ),
         )
-        has_critic = advantage.type == "gae"
         yield (
-            has_critic or self.critic.path is None,
+            advantage.has_critic or self.critic.path is None,
             (
                 f"critic.path is set, but advantage.type={advantage.type} has no critic. "
                 "Use trainer.ppo.advantage.type=gae."
@@ -141,23 +139,44 @@ class PPOConfig:
         )
 
 
+class TrainingOptions(Protocol):
+    """The options that each trainer has, PPO or offline; their fields have the help."""
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+
+    @property
+    def engine(self) -> TrainEngineConfig: ...
+
+
 @dataclass(frozen=True, kw_only=True)
+@with_options_of("trainer")
 class TrainerConfig:
     """The trainer and its options."""
 
-    type: str = opt("async_ppo", "async_ppo; ppo (synchronous, max_staleness=0); sft, dpo, reward")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the options of one type, such as `sft`."""
+
+    type: str = named(
+        "trainer", "async_ppo", "async_ppo; ppo (synchronous, max_staleness=0); sft, dpo, reward"
+    )
     ppo: PPOConfig = sub(PPOConfig, "options of async_ppo and ppo")
-    offline: OfflineConfig = sub(OfflineConfig, "options shared by sft, dpo and reward")
-    sft: SFTConfig = sub(SFTConfig, "further options of sft")
-    dpo: DPOConfig = sub(DPOConfig, "further options of dpo")
 
     @property
     def is_offline(self) -> bool:
         """Whether the trainer learns from existing rows, without servers, workers and datapipe."""
-        return self.type in ("sft", "dpo", "reward")
+        return offline.is_offline(self.type)
 
     @property
-    def own(self) -> PPOConfig | OfflineConfig:
+    def selected_options(self) -> TrainingOptions:
         """The options of this type: `ppo` or `offline`."""
         return self.offline if self.is_offline else self.ppo
 
@@ -176,4 +195,4 @@ class Trainer(ABC):
         """Train to the last step or to a stop request, then write a checkpoint."""
 
 
-trainers = Registry[Trainer].built_in("trainer")
+trainers = Registry[type[Trainer]].built_in("trainer")

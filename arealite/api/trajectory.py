@@ -51,7 +51,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
     """`Task.source`."""
     payload_sum: Count = 0
-    """`ledger.payloads.payload_sum` of the payload; 0 if the worker computed none."""
+    """`payload_checks.payload_sum` of the payload; 0 if the worker computed none."""
     prompt: bytes = b""
     """Digest of the first turn's prompt (`TurnReceipt.prompt`); b"": an older version."""
     prompt_tokens: Count = 0

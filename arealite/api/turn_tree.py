@@ -63,7 +63,7 @@ def _find_parent(
     for turn in turns:  # a parent is before its children
         if turn.parent not in prefixes or turn.temperature != temperature:
             continue
-        has_prompt = prompt.startswith(turn.added, 4 * turn.known)
+        has_prompt = prompt.startswith(turn.added, 4 * turn.num_known_tokens)
         has_output = prompt.startswith(turn.sampled[0], 4 * turn.start)
         if has_prompt and has_output:
             prefixes.add(turn)

@@ -65,7 +65,7 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
         return self.start + len(self.response.output_ids)
 
     @property
-    def known(self) -> int:
+    def num_known_tokens(self) -> int:
         """Number of the prompt's tokens that are tokens of `parent`."""
         return self.start - len(self.added) // 4
 
@@ -108,7 +108,7 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
     @property
     def routing_start(self) -> int:
         """First token in the record of the response; see `LLMRequest.routing_start`."""
-        return max(0, self.known - 1)
+        return max(0, self.num_known_tokens - 1)
 
     @property
     def input_ids(self) -> list[int]:

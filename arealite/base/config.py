@@ -27,11 +27,11 @@ C = TypeVar("C")
 M = TypeVar("M")
 Tree = dict[str, Any]
 """Options as plain values."""
-Parts = Mapping[type, Mapping[str, type]]
-"""For each kind of part (AgentConfig, …): the config class of each registered third-party part, by
+PartConfigs = Mapping[str, Mapping[str, type]]
+"""For each kind of part ("agent", …): the config class of each registered third-party part, by
 name."""
-PartsKey = tuple[tuple[type, tuple[tuple[str, type], ...]], ...]
-"""The pairs of `Parts`, which can be the key of a cache."""
+PartsKey = tuple[tuple[str, tuple[tuple[str, type], ...]], ...]
+"""The pairs of `PartConfigs`, which can be the key of a cache."""
 READ_ERRORS = (
     OSError,
     UnicodeDecodeError,
@@ -71,7 +71,7 @@ def load(
     schema: type[C],
     files: Sequence[Path],
     overrides: Sequence[str],
-    parts: Parts,
+    parts: PartConfigs,
     *,
     is_saved: bool = False,
     read_files: Sequence[DictConfig] | None = None,
@@ -364,7 +364,7 @@ def changes(file: Path, config: Any) -> Iterator[str]:
             yield f"{key}={value} (was {before[key]})"
 
 
-def extend(schema: type, parts: Parts) -> type:
+def extend(schema: type, parts: PartConfigs) -> type:
     """Return a subclass of `schema` that also has the options of third-party parts.
 
     Nested config classes are extended in the same way. A class without changes is returned itself.
@@ -387,10 +387,10 @@ def extend(schema: type, parts: Parts) -> type:
             if grown is not annotation:
                 section = dataclasses.field(default_factory=grown, metadata=item.metadata)
                 fields.append((item.name, grown, section))
-    for name, config in parts.get(schema, {}).items():
-        help_text = {"help": f"options of type={name}"}
-        section = dataclasses.field(default_factory=config, metadata=help_text)
-        fields.append((name, config, section))
+        for name, config in parts.get(kind_of(item), {}).items():
+            help_text = {"help": f"options of type={name}"}
+            section = dataclasses.field(default_factory=config, metadata=help_text)
+            fields.append((name, config, section))
     if not fields:
         return schema
     return dataclasses.make_dataclass(
@@ -400,6 +400,11 @@ def extend(schema: type, parts: Parts) -> type:
         frozen=True,
         kw_only=True,
     )
+
+
+def kind_of(item: dataclasses.Field[Any]) -> str:
+    """Return the kind of part of which an option has registered names; "" for other options."""
+    return item.metadata.get("names", "")
 
 
 def element(annotation: object) -> type | None:

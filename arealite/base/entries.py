@@ -11,6 +11,7 @@ points of the same groups with the prefix `arealite.`, like `arealite.env`.
 import importlib
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -20,12 +21,14 @@ from typing import Any, TypedDict
 import msgspec
 
 from arealite.base.data import read_toml
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.base.files import cache_folder, replacing
 
 PREFIX = "arealite."
 """Entry points of other packages have a group that begins so."""
 EXT = Path(__file__).parents[1] / "ext" / "__init__.py"
+SETTLED_NS = 2 * 10**9
+"""Time without a change of a folder until its entries are kept: an installer may still write."""
 Groups = dict[str, dict[str, str]]
 """Target ("module:attribute") by group and name."""
 
@@ -48,8 +51,9 @@ def own(group: str) -> Mapping[str, str]:
 
 def installed(group: str) -> Mapping[str, str]:
     """Return the entries of other installed packages: the target of each name."""
-    changed_at = tuple(map(_changed_at, sys.path))
-    return _installed(tuple(sys.path), changed_at).get(group, {})
+    folders = tuple(map(_absolute, sys.path))
+    changed_at = tuple(map(_changed_at, folders))
+    return _installed(folders, changed_at).get(group, {})
 
 
 def find(group: str, name: str) -> str | None:
@@ -66,18 +70,23 @@ def load(target: str) -> Any:
     Raises:
         UserError: Another package's entry cannot be imported.
     """
-    module, _, attribute = target.partition(":")
-    if module.startswith(PREFIX):
-        loaded = importlib.import_module(module)
-        return getattr(loaded, attribute) if attribute else loaded
+    if target.startswith(PREFIX):
+        return _load(target)
     try:
-        loaded = importlib.import_module(module)
-        return getattr(loaded, attribute) if attribute else loaded
-    except (ImportError, AttributeError) as error:
+        return _load(target)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UserError(
-            f"the entry point {target} of an installed package cannot be loaded: {error}. "
-            "Update that package, or remove it."
+            f"the entry point {target} of an installed package cannot be loaded: "
+            f"{type(error).__name__}: {one_line(error)}. Update that package, or remove it."
         ) from error
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
 
 
 def hooks(group: str) -> list[Any]:
@@ -101,7 +110,7 @@ def _installed(folders: Sequence[str], changed_at: Sequence[int]) -> Groups:
         if known is None or known["changed_ns"] != changed_ns:
             num_packages, of_folder = _search(folder)
             known = Searched(changed_ns=changed_ns, groups=of_folder)
-            if num_packages:
+            if num_packages and time.time_ns() - changed_ns > SETTLED_NS:
                 new[folder] = known
         for group, targets in known["groups"].items():
             groups[group] = {**targets, **groups.get(group, {})}
@@ -127,12 +136,18 @@ def _save_searched(file: Path, searched: Mapping[str, Searched]) -> None:
 
 def _search(folder: str) -> tuple[int, Groups]:
     """Return the number of packages in a folder, and their entries without those of AReaLite."""
+    if _has_no_package(folder):
+        return 0, {}
     from importlib.metadata import distributions  # costs 20 ms
 
     groups: Groups = {}
     packages = [*distributions(path=[folder])]
     for package in packages:
-        for entry_point in package.entry_points:
+        try:
+            entry_points = package.entry_points
+        except (TypeError, ValueError):  # a damaged file of any package
+            continue
+        for entry_point in entry_points:
             is_ours = entry_point.value.startswith(PREFIX)
             if entry_point.group.startswith(PREFIX) and not is_ours:
                 group = groups.setdefault(entry_point.group.removeprefix(PREFIX), {})
@@ -140,9 +155,28 @@ def _search(folder: str) -> tuple[int, Groups]:
     return len(packages), groups
 
 
+def _has_no_package(folder: str) -> bool:
+    """Return whether `folder` is a folder without metadata of a package; an archive may have it."""
+    try:
+        names = os.listdir(folder)
+    except NotADirectoryError:
+        return False
+    except OSError:
+        return True
+    return not any(name.endswith((".dist-info", ".egg-info", ".egg")) for name in names)
+
+
+def _absolute(folder: str) -> str:
+    """Return the absolute path of a folder of `sys.path`; "" is the working directory."""
+    try:
+        return os.path.abspath(folder)
+    except OSError:  # the working directory was removed
+        return folder
+
+
 def _changed_at(folder: str) -> int:
     """Return when an entry of a folder was added or removed, in ns; 0 for no folder."""
     try:
-        return os.stat(folder or ".").st_mtime_ns
+        return os.stat(folder).st_mtime_ns
     except OSError:
         return 0

@@ -15,6 +15,8 @@ ArealiteError
     └── ServerUnavailable    no server finished the request before its deadline
 """
 
+from typing import TypeVar, cast
+
 
 class ArealiteError(Exception):
     """Base class of AReaLite's errors."""
@@ -99,7 +101,22 @@ class ServerUnavailable(EpisodeError, failure_class="server_unavailable"):
     """No live server finished the request before its deadline."""
 
 
-def one_line(error: Exception) -> str:
+E = TypeVar("E", bound=BaseException)
+
+
+def first_of(error: BaseException, error_class: type[E]) -> E | None:
+    """Return the first error of a class in an exception group, or the error itself; else None."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, error_class) else None
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    for inner in group.exceptions:
+        first = first_of(inner, error_class)
+        if first is not None:
+            return first
+    return None
+
+
+def one_line(error: BaseException) -> str:
     """Return the text of an error on one line, or its type where it has no text."""
     return " ".join((str(error) or repr(error)).split())
 

@@ -1,4 +1,4 @@
-"""Registries: each maps the names of one kind of part ("agent", "env", …) to classes.
+"""Registries: each maps the names of one kind of part ("agent", "env", …) to classes or functions.
 
 A name is an entry of AReaLite, an entry point of an installed package (`base/entries.py`), or
 registered by a module of the user.
@@ -27,22 +27,22 @@ imported: list[str] = []
 
 
 T = TypeVar("T")
-C = TypeVar("C", bound=type)
+P = TypeVar("P")
 
 
 class Registry(Generic[T]):
-    """The names and classes of one kind of part ("agent", "env", …).
+    """The names of one kind of part ("agent", "env", …), and the class or function of each.
 
     Args:
         kind: The kind, for errors.
-        table: The built-in parts: "module:class" by name.
+        table: The built-in parts: "module:attribute" by name.
     """
 
     def __init__(self, kind: str, /, **table: str) -> None:
         self.kind = kind
         self.configs: dict[str, type] = {}
         """Config class of each third-party part, by name."""
-        self._table: dict[str, str | type[T]] = {**table}
+        self._table: dict[str, str | T] = {**table}
         self._built_in = {line: name for name, line in table.items()}
 
     @classmethod
@@ -50,35 +50,35 @@ class Registry(Generic[T]):
         """Return the registry of a kind, with the parts of AReaLite."""
         return cls(kind, **entries.own(kind))
 
-    def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
-        """Return a class decorator that registers a part under `name`.
+    def register(self, name: str, *, config: type | None = None) -> Callable[[P], P]:
+        """Return a decorator that registers a class or function under `name`.
 
         Args:
             name: The part's `type` in a config.
             config: The config class of its options; None: no options, or those of its base class.
 
         Raises:
-            UserError: Another class has this name.
+            UserError: Another part has this name.
         """
 
-        def add(cls: C) -> C:
+        def add(part: P) -> P:
             registered = self._table.get(name)
-            registered_name = getattr(registered, "__qualname__", registered)
-            if registered is not None and registered_name != cls.__qualname__:
+            if registered is not None and _qualname(registered) != _qualname(part):
                 raise UserError(
                     f"{self.kind} '{name}' is already registered; "
-                    f"choose another name for {cls.__name__}."
+                    f"choose another name for {getattr(part, '__name__', part)}."
                 )
-            check_async(cls)
-            self._table[name] = cast(type[T], cls)
+            if isinstance(part, type):
+                check_async(part)
+            self._table[name] = cast(T, part)
             if config is not None:
                 self.configs[name] = config
-            return cls
+            return part
 
         return add
 
     def check(self, name: str) -> None:
-        """Check that a name is registered, without importing its class.
+        """Check that a name is registered, without importing its part.
 
         Raises:
             UserError: The name is unknown. The message has a suggestion and all known names.
@@ -106,8 +106,8 @@ class Registry(Generic[T]):
             if name not in self._table:
                 self.register(name, config=entries.load(options) if options else None)(part)
 
-    def get(self, name: str) -> type[T]:
-        """Import and return the class with this name.
+    def get(self, name: str) -> T:
+        """Import and return the class or function with this name.
 
         Raises:
             UserError: The name is unknown.
@@ -115,9 +115,10 @@ class Registry(Generic[T]):
         self.check(name)
         target = self._table[name]
         if isinstance(target, str):
-            target = entries.load(target)
-            self._table[name] = target
-        return target  # type: ignore[return-value]
+            part: T = entries.load(target)
+            self._table[name] = part
+            return part
+        return target
 
     def name_of(self, cls: object) -> str | None:
         """Return the name under which a class is registered; None if it is not."""
@@ -146,6 +147,11 @@ class Registry(Generic[T]):
         return sorted({*self._table, *entries.installed(self.kind)})
 
 
+def _qualname(part: object) -> object:
+    """Return the qualified name of a class or function; another object itself."""
+    return getattr(part, "__qualname__", part)
+
+
 def check_async(cls: type) -> None:
     """Raise UserError if a method is no coroutine, but overrides one."""
     for name, attribute in vars(cls).items():
@@ -168,19 +174,19 @@ def unknown(kind: str, name: str, names: Sequence[str]) -> str:
 def module_named(name: str) -> str:
     """Return the module of this name that registers the name; UNNAMED without one.
 
-    The module is searched in `arealite.impl` and in the working directory.
+    The module is searched in `arealite` and in the working directory.
     """
     if not name.isidentifier():
         return UNNAMED
-    impl = Path(__file__).resolve().parents[1] / "impl"
+    package = Path(__file__).resolve().parents[1]
     file_here = Path(f"{name}.py")
     registration = re.compile(rf"register\(\s*[\"']{name}[\"']")
-    for file in [*impl.rglob(file_here.name), file_here]:
+    for file in [*package.rglob(file_here.name), file_here]:
         if not file.is_file():
             continue
         source = file.read_text(errors="replace")
         if registration.search(source):
-            root = impl.parents[1] if file.is_absolute() else Path()
+            root = package.parent if file.is_absolute() else Path()
             module_path = file.relative_to(root).with_suffix("")
             return ".".join(module_path.parts)
     return UNNAMED

@@ -9,58 +9,67 @@ from typing import Any, TypeVar, cast
 
 from arealite.api.agent import AgentConfig, agents
 from arealite.api.engine import engines
-from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
+from arealite.api.engine_config import FSDPConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import (
     ExperimentConfig,
-    LoggerConfig,
     ServedModelConfig,
     ServerConfig,
     name_dir,
     run_paths,
 )
-from arealite.api.launcher import LauncherConfig, launchers
-from arealite.api.llm import LLMClientConfig, clients
-from arealite.api.llm_server import LLMServerConfig, servers
+from arealite.api.formulas import advantages, objectives
+from arealite.api.hooks import ModelFormat
+from arealite.api.launcher import launchers
+from arealite.api.llm import clients
+from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
-from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import RewardConfig, rewards
+from arealite.api.runtime import runtimes
 from arealite.api.tool import tools
-from arealite.api.trainer import TrainerConfig, trainers
+from arealite.api.trainer import trainers
 from arealite.base import config as base_config
+from arealite.base import entries
 from arealite.base.errors import UserError
 from arealite.base.model_folder import local_folder
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
-from arealite.cli.line_wrap import fold
 from arealite.cli.presets import CONFIG_DIR
-from arealite.ext.gguf import gguf_file
-from arealite.ext.tools.config import ToolsEnvConfig
 from arealite.impl.launcher.processes import own_address, server_overrides
 
 Files = Path | Sequence[Path]
 C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
 
-TABLES: dict[type, Registry[Any]] = {
-    TrainerConfig: trainers,
-    TrainEngineConfig: engines,
+TABLES: dict[str, Registry[Any]] = {
+    table.kind: table
+    for table in (
+        trainers,
+        engines,
+        agents,
+        envs,
+        rewards,
+        clients,
+        servers,
+        publishers,
+        tools,
+        launchers,
+        loggers,
+        objectives,
+        advantages,
+        runtimes,
+    )
+}
+"""The registry of each kind of part. Options name their kind (api.fields.named)."""
+DERIVED: dict[type, Registry[Any]] = {
     AgentConfig: agents,
     EnvConfig: envs,
     RewardConfig: rewards,
-    LLMClientConfig: clients,
-    LLMServerConfig: servers,
-    PublisherConfig: publishers,
-    ToolsEnvConfig: tools,
-    LauncherConfig: launchers,
-    LoggerConfig: loggers,
 }
-"""The registry of each kind of part, by the part's config class."""
-NAMED_IN = {ToolsEnvConfig: "tools", LoggerConfig: "types"}
-"""Options with a list of registered names. Other config classes of TABLES have one, in `type`."""
+"""The registries whose parts have a config with the options of the part that they extend."""
 
 
 def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: bool = False) -> C:
@@ -102,7 +111,7 @@ def load_run(file: Path) -> ExperimentConfig:
     return base_config.load(ExperimentConfig, [file], [], parts, read_files=[read_file])
 
 
-def _import_parts(modules: Sequence[str], words: Collection[str]) -> base_config.Parts:
+def _import_parts(modules: Sequence[str], words: Collection[str]) -> base_config.PartConfigs:
     """Import plugins, `modules`, and the installed parts that have one of the names `words`.
 
     Returns:
@@ -115,7 +124,7 @@ def _import_parts(modules: Sequence[str], words: Collection[str]) -> base_config
     for table in TABLES.values():
         table.enter(words)
     check_derived()
-    return {config: table.configs for config, table in TABLES.items()}
+    return {kind: table.configs for kind, table in TABLES.items()}
 
 
 def parse(schema: type[Root], argv: Sequence[str], *, command: str, description: str) -> Root:
@@ -134,19 +143,27 @@ def parse(schema: type[Root], argv: Sequence[str], *, command: str, description:
 def with_model(config: Root) -> Root:
     """Return a config whose `model.path` is a folder, and whose dtypes are not `auto`.
 
-    A hub id is downloaded, GGUF is converted. A dtype `auto` becomes the faster one here.
+    A hub id is downloaded, a file of another format is converted. A dtype `auto` becomes the faster
+    one here.
 
     Raises:
-        UserError: See model_folder.local_folder and gguf_file.model_folder.
+        UserError: See model_folder.local_folder; or a file cannot be converted.
     """
     path = local_folder(config.model.path)
-    if path and gguf_file.is_gguf(path):
-        folder, line = gguf_file.model_folder(path)
-        path = str(folder)
-        if line:
-            print(fold(line), flush=True)
+    if path:
+        path = _converted(path)
     resolved: Root = _with_dtypes(replace(config, model=replace(config.model, path=path)))
     return resolved
+
+
+def _converted(path: str) -> str:
+    """Return the model folder of a file of another format; of a model folder, `path` itself."""
+    converters: list[ModelFormat] = entries.hooks("model_format")
+    for convert in converters:
+        folder = convert(path)
+        if folder is not None:
+            return str(folder)
+    return path
 
 
 def _with_dtypes(config: Any) -> Any:
@@ -180,14 +197,14 @@ def check_derived() -> None:
     Raises:
         UserError: A config lacks an option.
     """
-    for schema in (AgentConfig, EnvConfig, RewardConfig):
-        for name, part_config in TABLES[schema].configs.items():
+    for schema, table in DERIVED.items():
+        for name, part_config in table.configs.items():
             _check_options_of_base(schema, name, part_config)
 
 
 def _check_options_of_base(schema: type, name: str, part_config: type) -> None:
     """Check that the config of part `name` has the options that its base part reads."""
-    table = TABLES[schema]
+    table = DERIVED[schema]
     base = table.base_of(name)
     base_options = getattr(schema(), base, None)
     missing = {*field_names(base_options)} - {*field_names(part_config)}
@@ -207,18 +224,15 @@ def check_names(config: ExperimentConfig) -> None:
     """
     name_dir(config)
     for _, node in base_config.nodes(config):
-        for schema, table in TABLES.items():
-            if isinstance(node, schema):
-                for name in _part_names(node, schema):
-                    table.check(name)
+        for item in fields(node):
+            table = TABLES.get(base_config.kind_of(item))
+            if table is None:
+                continue
+            selected = getattr(node, item.name)
+            for name in [selected] if isinstance(selected, str) else selected:
+                table.check(name)
     for name in config.logger.types:
         loggers.get(name).check()
-
-
-def _part_names(config: object, schema: type) -> Sequence[str]:
-    """Return the names of registered parts in a config of class `schema`."""
-    selected = getattr(config, NAMED_IN.get(schema, "type"))
-    return selected if schema in NAMED_IN else [selected]
 
 
 def own_server(config: ExperimentConfig) -> ServerConfig:

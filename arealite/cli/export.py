@@ -60,7 +60,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     from arealite.impl.trainer.components import make_engine
     from arealite.impl.trainer.rank_group import World
 
-    options = config.trainer.own
+    options = config.trainer.selected_options
     head = trainers.get(config.trainer.type).head
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     try:

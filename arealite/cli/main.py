@@ -6,19 +6,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from arealite import __version__
-from arealite.base import entries, outputs
+from arealite.base import entries, exit_record, outputs
 from arealite.base.data import read_toml
-from arealite.base.errors import ArealiteError, UserError
+from arealite.base.errors import ArealiteError, UserError, first_of
 from arealite.base.printable import guard_output
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import unknown
 from arealite.cli.line_wrap import fold
 
 GROUP = "command"
-"""Group of entries: functions that take the words after the command, and return an exit code."""
+"""Group of entries: functions of the words after the command. They return an exit code, or None."""
 COMMANDS: dict[str, str] = read_toml(__file__, "help.toml")
 """The line of help of each of AReaLite's commands."""
 
@@ -67,6 +66,7 @@ def _piped(call: Callable[..., int], *words: object) -> int:
     The exit code of a command that calls `outputs.protect` does not depend on its output. Control
     characters in the output are replaced, also in tracebacks.
     """
+    exit_record.claim()
     outputs.open_missing()
     guard_output()
     bypass_proxies()  # also for the children
@@ -82,6 +82,9 @@ def _piped(call: Callable[..., int], *words: object) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit would raise
         return 128 + signal.SIGPIPE
+    except Exception as error:
+        exit_record.write(error)
+        raise
 
 
 def _is_stdout_closed() -> bool:
@@ -103,30 +106,19 @@ def _call(target: str, argv: Sequence[str]) -> int:
                 "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, but transformers reads them. "
                 "Unset PYTHONOPTIMIZE, or set it to 1."
             )
-        return int(entries.load(target)(argv))
+        return int(entries.load(target)(argv) or 0)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (ArealiteError, ExceptionGroup) as raised:
-        error = first(raised)
+        error = first_of(raised, ArealiteError)
         if error is None:
             raise
         if not isinstance(error, UserError):
             traceback.print_exc()
+        exit_record.write(error)
         print(fold(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
-
-
-def first(error: BaseException) -> ArealiteError | None:
-    """Return the first ArealiteError in an exception group, or the error itself; else None."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error if isinstance(error, ArealiteError) else None
-    group = cast("BaseExceptionGroup[BaseException]", error)
-    for inner in group.exceptions:
-        first_inner = first(inner)
-        if first_inner:
-            return first_inner
-    return None
 
 
 if __name__ == "__main__":

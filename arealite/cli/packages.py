@@ -1,22 +1,13 @@
 """Checks that the optional packages of a run's options are installed, before any process starts."""
 
+from collections.abc import Iterable
+
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.fields import Package
 from arealite.base.extras import check_installed, extra_requirement
 from arealite.cli import configs
-from arealite.ext.tools.config import ToolsEnvConfig
-
-ENVS = {
-    "browser": ("playwright", extra_requirement("browser")),
-    "webarena": ("playwright", extra_requirement("browser")),
-    "reasoning_gym": ("reasoning_gym", extra_requirement("envs")),
-    "textarena": ("textarena", extra_requirement("envs")),
-    "gymnasium": ("gymnasium", extra_requirement("envs")),
-    "gyllm": ("gyllm", "gyllm"),
-    "verifiers": ("verifiers", extra_requirement("verifiers")),
-}
-"""The module that an environment imports, and its requirement for pip, by environment."""
 
 
 def check_training_packages(config: ExperimentConfig) -> None:
@@ -26,7 +17,7 @@ def check_training_packages(config: ExperimentConfig) -> None:
         UserError: A module is not installed.
     """
     trainer = config.trainer
-    engine = config.trainer.own.engine
+    engine = config.trainer.selected_options.engine
     section = "trainer.offline" if trainer.is_offline else "trainer.ppo"
     peft = extra_requirement("lora")
     if engine.type == "fsdp" and engine.fsdp.lora.rank:
@@ -60,14 +51,11 @@ def check_sampling_packages(config: ExperimentConfig) -> None:
 
 
 def _check_env(env: EnvConfig, section: str) -> None:
-    base = envs.base_of(env.type)
+    """Check the packages that the environment's options ask for (api.fields.Package)."""
     options = envs.options(env)
-    if base in ENVS and not getattr(options, "factory", ""):
-        module, requirement = ENVS[base]
-        check_installed(module, requirement, f"{section}.type={env.type}")
-    if isinstance(options, ToolsEnvConfig):
-        tools = extra_requirement("tools")
-        if options.mcp:
-            check_installed("mcp", tools, f"{section}.{env.type}.mcp")
-        if "python" in options.tools and options.python.backend == "monty":
-            check_installed("pydantic_monty", tools, f"{section}.{env.type}.python.backend=monty")
+    if not hasattr(options, "packages"):
+        return
+    packages: Iterable[Package] = options.packages()
+    for package in packages:
+        option = f"{env.type}.{package.option}" if package.option else f"type={env.type}"
+        check_installed(package.module, package.requirement, f"{section}.{option}")

@@ -1,24 +1,26 @@
-"""`arealite check CONFIG`, and the checks that `train` makes before it starts a process.
+"""The checks that each start makes before it starts a process.
 
 `preflight` runs all checks, cheap ones first. Each check raises UserError with one line that names
 the fix. Rules between options are in the method `constraints` of the config class; rules about
-files are beside the functions that read the files.
+files are beside the functions that read the files. Extensions add checks by hooks (api/hooks.py).
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.env import Env, envs
-from arealite.api.experiment_config import ExperimentConfig, ServerConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.hooks import ModelCheck, ModuleCheck, RunCheck, RunFacts, ServerFinder
 from arealite.api.llm_server import servers
-from arealite.api.task import Task
-from arealite.api.trial import ClusterConfig
-from arealite.base import model_folder
+from arealite.api.offline import offline_run
+from arealite.api.part_options import PublisherOptions
+from arealite.api.publisher import publishers
+from arealite.api.trainer import trainers
+from arealite.base import entries, model_folder
 from arealite.base.config import check_constraints
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.folder_checks import check_address, check_folder
@@ -26,134 +28,28 @@ from arealite.cli import configs
 from arealite.cli.line_wrap import fold
 from arealite.cli.packages import check_training_packages
 from arealite.cli.resume import check_resume
-from arealite.ext.curriculum.curriculum import Curriculum
-from arealite.ext.hosting.client import make_env
-from arealite.ext.machine import estimates
-from arealite.ext.self_check import template
+from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data import prompts
-from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
 from arealite.system.data.tasks import (
     FIRST_ROWS,
     check_first_rows,
-    describe,
-    describe_rows,
     load_split,
     shares,
 )
+from arealite.system.datapipe.task_order import make_sampler
 from arealite.system.names.name_registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
 
 
-class Facts(NamedTuple):
-    """The data that the checks have read."""
-
-    model: dict[str, Any]
-    """config.json of the model."""
-    shapes: model_folder.Shapes
-    """The shape of each tensor of the model, by name."""
-    free_bytes: int
-    """Free space of the run folder's disk."""
-    num_train_tasks: int = 0
-    """Number of training tasks; 0 for offline trainers."""
-    num_eval_tasks: int = 0
-    """Number of held-out tasks; 0 for offline trainers."""
-    longest_request: int | None = None
-    """See prompts.longest_request."""
-    addresses: Sequence[str] = ()
-    """Addresses of the servers that were started before the run."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Check each stage and print a line for each part; the first error ends the command."""
-    if "--machine" in argv:
-        from arealite.ext.machine import command
-
-        return command.main(argv)
-    if "--model" in argv:
-        return _compare_model([word for word in argv if word != "--model"])
-    stages = configs.parse_stages(
-        argv,
-        command="arealite check",
-        description=(
-            "Check a run without starting it: config, model, data, servers, memory, disk."
-            "\nAlso: `arealite check --model --help`, `arealite check --machine --help`."
-        ),
-    )
-    for config in stages:
-        check_options(config)
-    exports = set[str]()
-    for number, config in enumerate(stages, start=1):
-        if len(stages) > 1:
-            print(f"stage {number} of {len(stages)}")
-        path = config.model.path
-        if path in exports and not Path(path).exists():
-            print(f"{'model':<10} of an earlier stage; check again after that stage")
-        else:
-            for heading, line in report(config):
-                _print_row(heading, line)
-        exports.add(str(run_paths(config).export))
-    print("ok: all checks passed")
-    return 0
-
-
-def _compare_model(argv: Sequence[str]) -> int:
-    """Compare the trainer's model with a server and with transformers; return the exit code."""
-
-    def parse(*overrides: str) -> ExperimentConfig:
-        return configs.parse(
-            ExperimentConfig,
-            [*argv, *overrides],
-            command="arealite check",
-            description="Compare the trainer with an embedded server and with plain transformers.",
-        )
-
-    check_model_folder(parse())
-    from arealite.ext.machine import check_model  # imports torch
-
-    # The comparison has one rank.
-    config = parse(
-        "trainer.ppo.engine.fsdp.context_parallel=1",
-        "trainer.offline.engine.fsdp.context_parallel=1",
-    )
-    return check_model.main(config)
-
-
-def _print_row(heading: str, line: str) -> None:
-    """Print a line of the report, with its heading in the first column."""
+def print_row(heading: str, line: str) -> None:
+    """Print a line of a report, with its heading in the first column."""
     print(fold(f"{heading:<10} {line}"), flush=True)
 
 
-def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Check one run; yield (heading, line) for each part.
-
-    Raises:
-        UserError: See preflight.
-    """
-    is_served = bool(config.llm_server.addresses or NameRegistry.of(config).list("llm_server"))
-    facts = preflight(config, has_servers=is_served)
-    check_tensors(config)
-    model = facts.model
-    numel = estimates.count(facts.shapes)
-    kind = model.get("model_type", "?")
-    context = model.get("max_position_embeddings", "?")
-    yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
-    if config.trainer.is_offline:
-        yield from describe_rows(config)
-    else:
-        yield "data", f"{facts.num_train_tasks} tasks to train, {facts.num_eval_tasks} held out"
-        yield from describe(config)
-        yield "servers", ", ".join(facts.addresses) or _server_hint(config)
-        yield "staleness", estimates.staleness(config)
-    if estimates.lora_of(config, facts.shapes).rank:
-        yield "adapters", estimates.adapters(config, facts.shapes)
-    yield from estimates.memory_lines(config, model, facts.shapes, facts.longest_request)
-    yield "disk", estimates.disk(config, numel, facts.free_bytes)
-
-
-def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
+def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> RunFacts:
     """Run all checks of an experiment.
 
     Args:
@@ -170,18 +66,34 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     check_addresses(config)
     if config.view.web:
         check_address("127.0.0.1", config.view.port, at="view")
-    facts = Facts(model=model, shapes=shapes, free_bytes=free_bytes)
+    facts = RunFacts(model=model, shapes=shapes, free_bytes=free_bytes)
     if config.trainer.is_offline:
-        _check_offline_data(config, model)
-        return facts
-    return _check_tasks_and_servers(config, facts, has_servers=has_servers)
+        facts = _check_offline_data(config, facts)
+    else:
+        facts = _check_tasks_and_servers(config, facts, has_servers=has_servers)
+    _check_with_hooks(config, facts)
+    return facts
 
 
-def _check_offline_data(config: ExperimentConfig, model: dict[str, Any]) -> None:
-    """Check the rows and the folder of an offline trainer's run; print warnings."""
-    reference = config.trainer.dpo.reference
-    model_folder.check_vocabulary(reference, model, key="trainer.dpo.reference")
-    checked = check_examples(config, model)
+def _check_with_hooks(config: ExperimentConfig, facts: RunFacts) -> None:
+    """Run the checks of extensions, then that of the prompts' rendering; print warnings.
+
+    A template that renders no prompt at all is an error of the former.
+    """
+    checks: list[RunCheck] = entries.hooks("check")
+    for check in checks:
+        for heading, warning in check(config, facts):
+            print_row(heading, f"warning: {warning}")
+    if facts.tokenizer is None:
+        return
+    first_tasks = [*facts.train_tasks[:FIRST_ROWS], *facts.eval_tasks[:FIRST_ROWS]]
+    for warning in prompts.check_rendering(config, first_tasks, facts.tokenizer):
+        print_row("template", f"warning: {warning}")
+
+
+def _check_offline_data(config: ExperimentConfig, facts: RunFacts) -> RunFacts:
+    """Check the rows and the folder of an offline trainer's run; return all facts."""
+    checked = offline_run(config.trainer.type).check_rows(config, facts.model)
     if checked.untrained:
         num_skipped = len(checked.untrained)
         print(
@@ -191,12 +103,14 @@ def _check_offline_data(config: ExperimentConfig, model: dict[str, Any]) -> None
             )
         )
     if checked.unread:
-        _print_row("data", f"not read, and without effect: {checked.unread}")
+        print_row("data", f"not read, and without effect: {checked.unread}")
     check_resume(config, checked.identity)
-    print_warm_ups(config, int(checked.identity["dataset_rows"]))
+    return replace(facts, num_rows=int(checked.identity["dataset_rows"]))
 
 
-def _check_tasks_and_servers(config: ExperimentConfig, facts: Facts, *, has_servers: bool) -> Facts:
+def _check_tasks_and_servers(
+    config: ExperimentConfig, facts: RunFacts, *, has_servers: bool
+) -> RunFacts:
     """Check the tasks, folder, servers and prompts of a PPO run; return all facts."""
     ppo = config.trainer.ppo
     model = facts.model
@@ -206,12 +120,7 @@ def _check_tasks_and_servers(config: ExperimentConfig, facts: Facts, *, has_serv
     eval_tasks = load_split(config, "eval")
     all_tasks = [*train_tasks, *eval_tasks]
     _check_batch_size(config, len(train_tasks))
-    Curriculum(
-        config.datapipe.curriculum,
-        train_tasks,
-        seed=config.seed,
-        shuffle=config.dataset.shuffle,
-    )
+    make_sampler(config, train_tasks)
     model_folder.check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
     model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
     check_resume(config, identity(config, train_tasks))
@@ -222,13 +131,15 @@ def _check_tasks_and_servers(config: ExperimentConfig, facts: Facts, *, has_serv
     longest_request = prompts.longest_request(config, all_tasks)
     line = prompts.template_line(config, all_tasks)
     if line:
-        _print_row("prompts", line)
-    print_warm_ups(config)
-    for warning in check_templates(config, train_tasks, eval_tasks):
-        _print_row("template", f"warning: {warning}")
-    return facts._replace(
-        num_train_tasks=len(train_tasks),
-        num_eval_tasks=len(eval_tasks),
+        print_row("prompts", line)
+    tokenizer = None
+    if prompts.uses_template(config, all_tasks):
+        tokenizer = load_tokenizer(config.model.path)
+    return replace(
+        facts,
+        train_tasks=train_tasks,
+        eval_tasks=eval_tasks,
+        tokenizer=tokenizer,
         longest_request=longest_request,
         addresses=[str(server.value["address"]) for server in servers_now],
     )
@@ -246,30 +157,6 @@ def _check_batch_size(config: ExperimentConfig, num_tasks: int) -> None:
         )
 
 
-def check_templates(config: ExperimentConfig, *splits: Sequence[Task]) -> list[str]:
-    """Check the chat template, and the first prompts of each split that go through it.
-
-    Returns:
-        Warnings about the template.
-
-    Raises:
-        UserError: See prompts.check_rendering and template.check_template.
-    """
-    if not prompts.uses_template(config, list(chain.from_iterable(splits))):
-        return []
-    tokenizer: Any = load_tokenizer(config.model.path)
-    template_warnings = template.check_template(config, tokenizer)
-    first_tasks = [task for split in splits for task in split[:FIRST_ROWS]]
-    rendering_warnings = prompts.check_rendering(config, first_tasks, tokenizer)
-    return [*rendering_warnings, *template_warnings]
-
-
-def print_warm_ups(config: ExperimentConfig, num_rows: int = 0) -> None:
-    """Print a line for each optimizer whose warm-up is longer than the run."""
-    for warning in estimates.short_warm_ups(config, num_rows):
-        _print_row("warm-up", f"warning: {warning}")
-
-
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
     """Check the model's files, and the options that depend on them; see read_model."""
     path = config.model.path
@@ -277,38 +164,36 @@ def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_
     model, shapes = model_folder.read_model(required(path, "model.path"))
     model_folder.check_context_parallel(
         model,
-        size=trainer.own.engine.fsdp.context_parallel,
+        size=trainer.selected_options.engine.fsdp.context_parallel,
         ranks=config.launcher.trainer_ranks,
     )
-    estimates.lora_of(config, shapes)
-    if trainer.type != "reward":
+    checks: list[ModelCheck] = entries.hooks("model_check")
+    for check in checks:
+        check(config, model, shapes)
+    head = offline_run(trainer.type).head if trainer.is_offline else "lm"
+    if head == "lm":
         model_folder.check_layers(model, path)
     return model, shapes
 
 
 def check_tensors(config: ExperimentConfig) -> None:
-    """Compare the folder's tensors and the adapters with the model of its config.json.
+    """Compare the folder's tensors with the model of its config.json, and run further checks.
 
     It imports torch, which takes seconds, so a run leaves it to the trainer.
 
     Raises:
         UserError: transformers cannot build the model, or a tensor or a target has no counterpart.
     """
-    from arealite.ext.models import lora
     from arealite.impl.engine import loading
     from arealite.impl.weights.tensor_names import TensorNames
 
-    head = "value" if config.trainer.type == "reward" else "lm"
+    head = trainers.get(config.trainer.type).head
     folder = Path(config.model.path).expanduser()
     model = loading.empty_model(folder, head)
     TensorNames(model, folder)
-    adapter = config.model.adapter
-    adapter_folder = Path(adapter).expanduser() if adapter else None
-    lora_options = estimates.lora_of(config, {})
-    if lora_options.rank:
-        lora.inject(model, lora_options, head, adapter_folder)
-    if adapter_folder:
-        lora.load_adapter(model, adapter_folder)
+    checks: list[ModuleCheck] = entries.hooks("module_check")
+    for check in checks:
+        check(config, model, head)
 
 
 def required(value: str | None, key: str) -> str:
@@ -331,7 +216,7 @@ def check_options(config: ExperimentConfig) -> None:
     configs.check_names(config)
     check_training_packages(config)
     if config.trainer.is_offline:
-        check_constraints(config.trainer.sft, "trainer.sft.")
+        offline_run(config.trainer.type).check_options(config)
         return
     check_constraints(config, "")
     check_envs(config)
@@ -348,8 +233,8 @@ def check_envs(config: ExperimentConfig) -> None:
         seats = getattr(env_class, "seats", None)
         if part.env.runtime.type != "in_process":
             make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
-        elif part.env.type == "harness":
-            env = make_env(config, part.env)  # checks its program or function
+        elif getattr(env_class, "has_own_agents", False):
+            env = make_env(config, part.env)  # checks its agents
             seats = getattr(env, "seats", None)
         if seats and isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))
@@ -408,12 +293,9 @@ def check_addresses(config: ExperimentConfig) -> None:
         check_address(config.cluster.host, at="cluster")
     if launcher.type != "local":
         return
-    if publisher.type == "distributed":
-        check_address(
-            config.cluster.host,
-            publisher.distributed.port,
-            at="trainer.ppo.publisher.distributed",
-        )
+    options = publishers.options(publisher)
+    if isinstance(options, PublisherOptions):
+        options.check_host(config.cluster.host)
     if launcher.llm_servers:
         server = configs.own_server(config).llm_server
         servers.check(server.type)
@@ -429,8 +311,10 @@ def check_addresses(config: ExperimentConfig) -> None:
 
 
 def is_self_served(config: ExperimentConfig) -> bool:
-    """Return whether the run starts its servers or needs none (publisher shared)."""
-    return config.trainer.ppo.publisher.type == "shared" or config.launcher.llm_servers > 0
+    """Return whether the run starts its servers or needs none."""
+    options = publishers.options(config.trainer.ppo.publisher)
+    needs_servers = not isinstance(options, PublisherOptions) or options.needs_servers
+    return not needs_servers or config.launcher.llm_servers > 0
 
 
 def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
@@ -469,10 +353,12 @@ def _wait_for_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[E
     """
     names = NameRegistry.of(config)
     registered = names.list("llm_server")
-    if config.llm_server.addresses:
-        from arealite.ext.external import external_servers  # imports aiohttp
-
-        return [*external_servers.examine(config, model), *registered]
+    found = list[Entry]()
+    finders: list[ServerFinder] = entries.hooks("server_finder")
+    for find in finders:
+        found += find(config, model)
+    if found:
+        return [*found, *registered]
     wait_s = config.server_wait_s
     if not registered:
         print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)
@@ -497,23 +383,3 @@ def contexts(
         length = configs.own_server(config).llm_server.context_length
     length = length or model_folder.exact_length(model) or model.get("max_position_embeddings")
     return [length] if length else []
-
-
-def _server_hint(config: ExperimentConfig) -> str:
-    """Return the servers that the run will use, or the command that starts one."""
-    if config.launcher.llm_servers:
-        return "started with the run"
-    if is_self_served(config):
-        return "the trainer itself"
-    words = [
-        f"experiment_name={config.experiment_name}",
-        f"trial_name={config.trial_name}",
-    ]
-    default_options = asdict(ClusterConfig())
-    for key, option in asdict(config.cluster).items():
-        if option != default_options[key]:  # the server must use the same
-            words.append(f"cluster.{key}={option}")
-    if config.cluster.bound != ServerConfig().llm_server.host:
-        words.append(f"llm_server.host={config.cluster.bound}")
-    words.append(f"model.path={config.model.path}")
-    return f"none yet; start one: arealite serve-llm {' '.join(words)}"

@@ -8,26 +8,28 @@ import asyncio
 import contextlib
 import gc
 import socket
-import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.base import log, outputs
+from arealite.api.hooks import RoleMain, ServerRegistrar
+from arealite.base import entries, log, outputs
 from arealite.base.signals import STOP
 from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
-from arealite.ext.warm_start import parent
 from arealite.impl.launcher.processes import die_with_parent
+from arealite.impl.launcher.role_starter import starters
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
 from arealite.system.names.name_registry import NameRegistry
+
+GROUP = "role"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the role named on the command line until it ends."""
     parser = argparse.ArgumentParser(prog="arealite role")
-    parser.add_argument("role", choices=list(ROLES))
+    parser.add_argument("role", choices=[*entries.own(GROUP), *entries.installed(GROUP)])
     parser.add_argument("index", type=int)
     parser.add_argument("run", type=Path)
     options = parser.parse_args(argv)
@@ -43,7 +45,10 @@ def run(role: str, index: int, config: ExperimentConfig) -> int:
     outputs.log_to(run_paths(config).logs / f"{role}-{index}.log")
     log.setup(f"{role}-{index}", config.logger.level)
     vitals.start(f"{role}-{index}", name_dir(config) / "vitals")
-    ROLES[role](config, index)
+    target = entries.find(GROUP, role)
+    assert target is not None, role
+    run_role: RoleMain = entries.load(target)
+    run_role(config, index)
     return 0
 
 
@@ -59,7 +64,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
         registry=NameRegistry.of(config),
         address=f"tcp://{config.cluster.host}:0",
     )
-    parent.freeze()
+    starters().freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
 
@@ -68,16 +73,17 @@ async def with_externals(
     config: ExperimentConfig, work: Coroutine[object, object, None], *, updates: bool = True
 ) -> None:
     """Await `work`; meanwhile keep the name entries of the external servers up to date."""
-    if not config.llm_server.addresses:
+    registrars: list[ServerRegistrar] = entries.hooks("server_registrar")
+    upkeeps = [registrar(config, updates=updates) for registrar in registrars]
+    upkeeps = [upkeep for upkeep in upkeeps if upkeep is not None]
+    if not upkeeps:
         await work
         return
-    from arealite.ext.external.external_servers import ExternalServers  # imports aiohttp
-
     async with asyncio.TaskGroup() as tasks:
-        servers = ExternalServers(config, updates=updates)
-        externals = tasks.create_task(servers.run(), name="external servers")
+        externals = [tasks.create_task(upkeep, name="external servers") for upkeep in upkeeps]
         await work
-        externals.cancel()
+        for external in externals:
+            external.cancel()
 
 
 async def until_terminated(work: Coroutine[object, object, None]) -> None:
@@ -114,7 +120,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         client=clients.get(collector.client.type)(config, collector.client),
         tokenizer=load_tokenizer(config.model.path),
     )
-    parent.freeze()
+    starters().freeze()
     gc.set_threshold(50_000)  # reference counting frees nearly all objects of an episode
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         vitals.watch(runner.get_loop())
@@ -126,15 +132,3 @@ def trainer(config: ExperimentConfig, index: int) -> None:
     from arealite.api.trainer import trainers
 
     trainers.get(config.trainer.type)(config).train()
-
-
-def sidecar(config: ExperimentConfig, index: int) -> None:
-    """Supervise the other roles of a run under torchrun."""
-    from arealite.ext.clusters.torchrun import Sidecar
-
-    sys.exit(Sidecar(config).run())
-
-
-ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {
-    role.__name__: role for role in (datapipe, rollout, trainer, sidecar)
-}

@@ -9,44 +9,43 @@ from dataclasses import replace
 from pathlib import Path
 
 from arealite.api.experiment_config import ServerConfig, name_dir, run_paths
+from arealite.api.hooks import DefaultModel
 from arealite.api.llm_server import servers
-from arealite.base import log, outputs
+from arealite.api.part_options import ServerOptions
+from arealite.base import entries, log, outputs
+from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import read_model
 from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
-from arealite.ext.warm_start import modules, starts
+from arealite.impl.launcher import role_starter
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server_supervisor import IS_KEPT, supervise
 from arealite.system.health import vitals
 from arealite.system.names.name_registry import NameRegistry
 
-KEPT = ("embedded",)
-"""Server types that a parent process restarts. Other types restart their own processes."""
 SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
 
 
-def tiny_model(config: ServerConfig) -> ServerConfig:
-    """Return the config with a tiny model, which is made if it does not exist."""
-    from arealite.ext.demo.sorting import make_kit  # imports torch
+def with_default_model(config: ServerConfig) -> ServerConfig:
+    """Return the config with the model that an extension has for a server without one.
 
-    kit = Path(config.cluster.run_root).expanduser() / "demo" / f"kit-seed{config.seed}"
-    print(
-        fold(
-            f"model.path is not set: {kit}/model is served, a tiny model that sorts six digits. "
-            "For your own: model.path=FOLDER"
-        ),
-        flush=True,
-    )
-    path = str(make_kit(kit, config.seed) / "model")
-    return replace(config, model=replace(config.model, path=path))
+    Raises:
+        UserError: No extension has one.
+    """
+    default_models: list[DefaultModel] = entries.hooks("default_model")
+    for default_model in default_models:
+        path = default_model(config)
+        if path is not None:
+            return replace(config, model=replace(config.model, path=path))
+    raise UserError("model.path is not set. Set it to the folder of the model to serve.")
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal."""
-    # Before this process has a thread or a module of the user.
-    warm = None if IS_KEPT in os.environ else starts.fork_here()
+    starters = role_starter.starters()
+    if IS_KEPT not in os.environ:
+        starters.begin()  # before this process has a thread or a module of the user
     config = configs.parse(
         ServerConfig,
         argv,
@@ -59,22 +58,18 @@ def main(argv: Sequence[str]) -> int:
     outputs.log_to(run_paths(config).logs / f"llm_server-{socket.gethostname()}.log")
     has_parent = die_with_parent()
     if not config.model.path and not has_parent:
-        config = tiny_model(config)
+        config = with_default_model(config)
         argv = [*argv, f"model.path={config.model.path}"]
     if not has_parent:  # with a parent, the server waits until the name registry is back
         NameRegistry.of(config).check()
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
         read_model(config.model.path or "")
-    if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
-        stages = modules.server_stages(config)
-        if warm is not None:
-            warm.stages = stages
-        elif starts.is_possible():
-            warm = starts.WarmParent(stages, {})
-            warm.start()
-        return supervise(config, [sys.executable, str(SCRIPT), *argv], warm=warm)
-    if warm is not None:
-        warm.close()
+    starter = starters.of_server(config)
+    options = config.llm_server.selected_options
+    is_kept = isinstance(options, ServerOptions) and options.is_kept
+    if is_kept and not os.environ.pop(IS_KEPT, ""):
+        return supervise(config, [sys.executable, str(SCRIPT), *argv], starter=starter)
+    starter.close()
     log.setup("llm_server", config.llm_server.log_level)
     vitals.start(f"llm_server-{socket.gethostname()}-{os.getpid()}", name_dir(config) / "vitals")
     server = servers.get(config.llm_server.type)(config)

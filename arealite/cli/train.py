@@ -6,14 +6,14 @@ import shutil
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.hooks import TrainerRank
 from arealite.api.launcher import launchers
-from arealite.base import outputs
+from arealite.base import entries, outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
-from arealite.ext.warm_start import modules
+from arealite.impl.launcher.role_starter import starters
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
     If RANK is set, as by torchrun and a PyTorchJob, run one trainer rank instead of a launcher.
     """
-    modules.fork_early()  # before a module of the user is imported
+    starters().begin()  # before a module of the user is imported
     words = [word for word in argv if word not in FLAGS]
     if "--resume" in argv:
         if any(word.startswith("--then") for word in words):
@@ -71,48 +71,23 @@ def dry_run(stages: Sequence[ExperimentConfig]) -> int:
 
 def run(config: ExperimentConfig) -> int:
     """Run one experiment to its end; return its exit code."""
-    with modules.early(config), prepared(config) as config:
+    with starters().early(config), prepared(config) as config:
         vitals.start("launcher-0", name_dir(config) / "vitals")
         return launchers.get(config.launcher.type)(config).run()
 
 
 def run_rank(config: ExperimentConfig) -> int:
-    """Run the trainer rank that the environment names; rank 0 also starts the run's other roles."""
-    from arealite.cli import role
-    from arealite.cli.preflight import check_options
-    from arealite.ext.clusters import torchrun
+    """Run the trainer rank that the environment names; return the exit code.
 
-    rank, ranks = torchrun.read_rank(os.environ)
-    config = replace(config, launcher=replace(config.launcher, trainer_ranks=ranks))
-    check_options(config)
-    if rank:
-        torchrun.check_host(config)
-    with store_of_ranks(config, rank):
-        if rank:  # before the rendezvous of the ranks, rank 0 has handled `resume`
-            return role.run("trainer", rank, replace(config, resume="auto"))
-        with prepared(config) as config, torchrun.sidecar(config):
-            return role.run("trainer", rank, config)
-
-
-@contextmanager
-def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
-    """Serve the store in which several ranks meet, unless the agent of torchrun serves it."""
-    ranks = config.launcher.trainer_ranks
-    if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        yield
-        return
-    from arealite.impl.trainer import rank_group
-
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    print(
-        f"rank {rank} of {ranks} waits up to {rank_group.RENDEZVOUS_S:g} s for the other ranks, "
-        f"at {address}",
-        flush=True,
-    )
-    store = rank_group.serve_store(config.cluster.bound) if rank == 0 else None
-    os.environ[rank_group.SHARED_STORE] = "True"
-    yield
-    del store
+    Raises:
+        UserError: No extension runs ranks that another program starts.
+    """
+    runners: list[TrainerRank] = entries.hooks("trainer_rank")
+    if not runners:
+        raise UserError(
+            "RANK is set, but no installed package runs a single rank. For a run here, unset RANK."
+        )
+    return runners[-1](config)
 
 
 @contextmanager

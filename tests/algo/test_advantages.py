@@ -11,18 +11,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arealite.algo import advantages
 from arealite.algo.advantages import (
     discounted_returns,
-    gae,
-    group_advantages,
     group_counts,
     m2_threshold,
     overlong_penalty,
     shape_rewards,
 )
 from arealite.algo.losses import make_value_loss
-from arealite.api.algorithm import CriticConfig, ShapingConfig
+from arealite.api.algorithm import AdvantageConfig, CriticConfig, ShapingConfig
 from arealite.api.engine import LossInput
+
+
+def group_advantages(
+    rewards: list[float | None], groups: list, *, kind: str, eps: float
+) -> list[float]:
+    config = AdvantageConfig(type=kind, eps=eps)
+    return advantages.group_advantages(rewards, groups, config.function, config)
+
+
+def gae(
+    rewards_N: np.ndarray, values_N: np.ndarray, *, bootstrap: float, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    config = AdvantageConfig(type="gae", gamma=gamma, gae_lambda=lam)
+    advantages_N = config.function.formula(config, rewards_N, values_N, bootstrap)
+    return advantages_N, advantages_N + values_N
 
 
 def test_group_advantages_match_values_by_hand() -> None:

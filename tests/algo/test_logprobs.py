@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from arealite.algo.logprobs import Head, LogitChange, token_logprobs
+from arealite.algo.logprobs import LogitChange, OutputHead, token_logprobs
 
 
 def inputs(n: int, h: int, v: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -35,7 +35,9 @@ def test_chunked_logprobs_and_gradients_match_autograd(chunk: int, which: str) -
         parts = {"logprobs": (mix[0] * logprobs).sum(), "entropy": (mix[1] * entropy).sum()}
         return sum(parts.values()) if which == "both" else parts[which]  # type: ignore[return-value]
 
-    ours = token_logprobs(hidden, Head(weight), targets, temperature_N=temperature, chunk=chunk)
+    ours = token_logprobs(
+        hidden, OutputHead(weight), targets, temperature_N=temperature, chunk=chunk
+    )
     theirs = naive(hidden, weight, targets, temperature)
     for got, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -61,7 +63,7 @@ def test_changed_logits_and_bias_have_exact_gradients(
     scale, cap = change
 
     def outputs(*given: torch.Tensor | None) -> torch.Tensor:
-        head = Head(given[1], given[2], LogitChange(*change))  # type: ignore[arg-type]
+        head = OutputHead(given[1], given[2], LogitChange(*change))  # type: ignore[arg-type]
         logprobs, entropy = token_logprobs(
             given[0],
             head,
@@ -92,7 +94,7 @@ def test_changed_logits_and_bias_have_exact_gradients(
 def test_bf16_inputs_give_close_float32_results() -> None:
     hidden, weight, targets, temperature = inputs(20, 16, 50)
     low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
-    ours = token_logprobs(low[0], Head(low[1]), targets, temperature_N=temperature, chunk=6)
+    ours = token_logprobs(low[0], OutputHead(low[1]), targets, temperature_N=temperature, chunk=6)
     theirs = naive(low[0].float(), low[1].float(), targets, temperature)
     assert ours[0].dtype == torch.float32
     torch.testing.assert_close(ours[0], theirs[0], rtol=0.02, atol=0.03)
@@ -104,7 +106,7 @@ def test_bf16_inputs_give_close_float32_results() -> None:
 def test_logprobs_of_no_tokens_have_zero_gradient() -> None:
     hidden, weight, targets, temperature = inputs(0, 16, 50)
     logprobs, entropy = token_logprobs(
-        hidden, Head(weight), targets, temperature_N=temperature, chunk=4
+        hidden, OutputHead(weight), targets, temperature_N=temperature, chunk=4
     )
     (logprobs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
@@ -122,13 +124,13 @@ def test_no_saved_tensor_is_larger_than_a_chunk_of_logits() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs = token_logprobs(
-            hidden, Head(weight), targets, temperature_N=temperature, chunk=chunk
+            hidden, OutputHead(weight), targets, temperature_N=temperature, chunk=chunk
         )
     assert max(saved) <= weight.numel()
     assert sum(saved) < weight.numel() + hidden.numel() + 4 * n
     with LargestOutput() as largest:
         again = token_logprobs(
-            hidden, Head(weight), targets, temperature_N=temperature, chunk=chunk
+            hidden, OutputHead(weight), targets, temperature_N=temperature, chunk=chunk
         )
         (again[0].sum() + again[1].sum()).backward()
     assert largest.numel <= chunk * v < n * v
@@ -150,9 +152,11 @@ class LargestOutput(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_frozen_head_still_gives_hidden_gradients() -> None:
     hidden, weight, targets, temperature = inputs(20, 16, 50)
-    expected = token_logprobs(hidden, Head(weight), targets, temperature_N=temperature, chunk=6)
+    expected = token_logprobs(
+        hidden, OutputHead(weight), targets, temperature_N=temperature, chunk=6
+    )
     (wanted,) = torch.autograd.grad(expected[0].sum(), [hidden])
     frozen = weight.detach()
-    got = token_logprobs(hidden, Head(frozen), targets, temperature_N=temperature, chunk=6)
+    got = token_logprobs(hidden, OutputHead(frozen), targets, temperature_N=temperature, chunk=6)
     got[0].sum().backward()
     torch.testing.assert_close(hidden.grad, wanted)

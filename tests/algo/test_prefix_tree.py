@@ -18,12 +18,12 @@ def arrays(rows: list[list[int]]) -> list[np.ndarray]:
     return [np.array(row, np.int32) for row in rows]
 
 
-def path(forest: Forest, rows: list[np.ndarray], node: int) -> list[int]:
+def path(forest: Forest, rows: list[np.ndarray], index: int) -> list[int]:
     """Return the tokens from the root of the tree to the end of a node."""
-    row, begin, end, parent = forest.nodes[node]
-    before = path(forest, rows, parent) if parent >= 0 else []
-    assert len(before) == begin
-    return before + rows[row][begin:end].tolist()
+    node = forest.nodes[index]
+    before = path(forest, rows, node.parent) if node.parent >= 0 else []
+    assert len(before) == node.begin
+    return before + rows[node.row][node.begin : node.end].tolist()
 
 
 def size(rows: list[np.ndarray]) -> int:

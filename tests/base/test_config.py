@@ -11,7 +11,6 @@ from typing import Literal, get_args, get_origin
 import pytest
 import yaml
 
-from arealite.api.agent import AgentConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, ServerConfig
 from arealite.api.fields import opt
 from arealite.api.sampling import CollectConfig
@@ -30,7 +29,7 @@ class MyAgentConfig:
     tries: int = opt(1, "times", at_least=1)
 
 
-PARTS = {AgentConfig: {"my_agent": MyAgentConfig}}
+PARTS = {"agent": {"my_agent": MyAgentConfig}}
 
 
 def load(*overrides: str, files: tuple[Path, ...] = ()) -> ExperimentConfig:

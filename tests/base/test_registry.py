@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from arealite.api.agent import agents
 from arealite.api.engine import engines
 from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.formulas import TokenAdvantage, advantages, objectives
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.llm_server import servers
@@ -21,7 +24,8 @@ from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.reward import rewards
 from arealite.api.trainer import trainers
-from arealite.base import registry
+from arealite.base import entries, registry
+from arealite.base.config import check_constraints
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins, import_user_module
 from arealite.cli import configs
@@ -46,24 +50,87 @@ def test_unknown_name_suggests_the_closest_one():
         table.get("sorting")
 
 
-@pytest.mark.parametrize("is_in_tree", [True, False])
+@pytest.mark.parametrize(
+    ("folder", "module"),
+    [
+        ("arealite/impl/agent", "arealite.impl.agent.my_agent"),
+        ("arealite/ext/mine", "arealite.ext.mine.my_agent"),
+        (".", "my_agent"),
+    ],
+)
 def test_module_with_the_name_of_an_unknown_part_is_suggested(
-    is_in_tree: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "arealite"
     monkeypatch.setattr(registry, "__file__", str(package / "base" / "registry.py"))
     monkeypatch.chdir(tmp_path)
-    (package / "impl" / "agent").mkdir(parents=True)
+    (package / "impl").mkdir(parents=True)
     (package / "impl" / "my_agent.py").write_text("# registers nothing")
-    file = package / "impl" / "agent" / "my_agent.py" if is_in_tree else tmp_path / "my_agent.py"
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    file = tmp_path / folder / "my_agent.py"
     file.write_text('@agents.register("my_agent", config=MyAgentConfig)')
-    module = "arealite.impl.agent.my_agent" if is_in_tree else "my_agent"
     hint = re.escape(f"add imports=[{module}].")
     with pytest.raises(UserError, match=rf"Unknown agent type 'my_agent'\..* {hint}"):
         agents.check("my_agent")
     key = "trainer.ppo.collector.agent.my_agent.my_param=hello"
     with pytest.raises(UserError, match=rf"unknown key .*my_agent'\..* {hint}"):
         configs.load(ExperimentConfig, [], [key])
+
+
+def test_function_is_registered_like_a_class():
+    table: Registry[object] = Registry("policy_objective", floor="math:floor")
+
+    @table.register("plain")
+    def plain() -> None: ...
+
+    assert (table.get("plain"), table.get("floor")) == (plain, math.floor)
+    assert (table.name_of(plain), table.base_of("plain")) == ("plain", "plain")
+    with pytest.raises(UserError, match=r"'plain' is already registered; .* name for ceil"):
+        table.register("plain")(math.ceil)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("loss.objective=pppo", "Unknown policy_objective type 'pppo'. Did you mean 'ppo'? Known"),
+        ("advantage.type=gro", "Unknown advantage type 'gro'. Did you mean 'grpo'? Known"),
+    ],
+)
+def test_unknown_objective_or_advantage_is_refused_before_a_run(option: str, says: str) -> None:
+    config = configs.load(ExperimentConfig, [], [f"trainer.ppo.{option}"])
+    with pytest.raises(UserError, match=re.escape(says)):
+        configs.check_names(config)
+
+
+def test_objective_and_advantage_of_a_users_file_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own_formulas.py"
+    file.write_text(
+        "from arealite.api.formulas import TokenAdvantage, advantages, objectives\n"
+        "@objectives.register('own_objective')\n"
+        "def objective(config, ratio_N, logprobs_N, advantages_N):\n"
+        "    return -ratio_N * advantages_N\n"
+        "@advantages.register('own_relative')\n"
+        "def relative(config, rewards):\n"
+        "    return [reward - max(rewards) for reward in rewards]\n"
+        "def formula(config, rewards_N, values_N, bootstrap):\n"
+        "    return rewards_N - values_N\n"
+        "advantages.register('own_critic')(TokenAdvantage(formula=formula, has_critic=True))\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for table in (objectives, advantages):
+        monkeypatch.setattr(table, "_table", {**table._table})
+    words = [f"imports=[{file}]", "trainer.ppo.loss.objective=own_objective"]
+    kinds = {"own_relative": (True, False), "own_critic": (False, True)}
+    for name, (is_relative, has_critic) in kinds.items():
+        type_option = f"trainer.ppo.advantage.type={name}"
+        config = configs.load(ExperimentConfig, [], [*words, type_option])
+        configs.check_names(config)
+        advantage = config.trainer.ppo.advantage
+        assert (advantage.is_relative, advantage.has_critic) == (is_relative, has_critic)
+    loss = replace(config.trainer.ppo.loss, dual_clip=2.0, decoupled=False, ratio="sequence")
+    check_constraints(loss, "trainer.ppo.loss.")  # those that name built-in objectives do not apply
 
 
 def test_registering_a_taken_name_is_refused():
@@ -133,6 +200,14 @@ def test_every_built_in_entry_is_a_class():
     for table in TABLES:
         for name in table.names():
             assert isinstance(table.get(name), type), (table.kind, name)
+
+
+def test_every_built_in_formula_can_be_imported():
+    assert all(callable(objectives.get(name)) for name in entries.own("policy_objective"))
+    for name in entries.own("advantage"):
+        function = advantages.get(name)
+        assert isinstance(function, TokenAdvantage) == (name in ("reinforce", "gae"))
+        assert isinstance(function, TokenAdvantage) or callable(function)
 
 
 def test_plugins_are_imported_and_missing_ones_are_an_error(

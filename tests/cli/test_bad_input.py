@@ -205,6 +205,11 @@ OVERRIDES = [
     ("launcher.server_args=[llm_server.port=65536]", "llm_server.port=65536 must be at least 0"),
     ("launcher.server_args=[llm_server.type=nope]", "Unknown llm_server type 'nope'"),
     (
+        "trainer.ppo.collector.env.runtime.type=nope",
+        "Unknown runtime type 'nope'.",
+        "Known: docker, in_process, remote, subprocess.",
+    ),
+    (
         "launcher.llm_servers=2 launcher.server_args=[llm_server.port=31000]",
         "llm_server.port=31000 is one port for 2 servers. Remove it",
     ),
@@ -230,7 +235,7 @@ NUMBERS = [
     ("trainer.ppo.total_steps=1.5", "could not be converted to Integer."),
     ("trainer.ppo.loss.reduction=mean", "Invalid value 'mean', expected one of ['token_mean'"),
     ("trainer.ppo.optimizer.schedule=step", "Invalid value 'step', expected one of ['constant'"),
-    ("trainer.ppo.advantage.type=x", "Invalid value 'x', expected one of ['grpo', 'dr_grpo'"),
+    ("trainer.ppo.advantage.type=x", "Unknown advantage type 'x'. Known: dr_grpo, gae, grpo"),
 ]
 DOORS = [
     (SERVE_LLM + " llm_server.port={used}", "llm_server.port={used}: cannot listen on 127.0.0.1:"),

@@ -10,7 +10,7 @@ from arealite.api.agent import agents
 from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.cli import configs
-from arealite.ext.hosting.client import make_env
+from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import check_seats
 
 PRESETS = sorted((Path(__file__).parents[2] / "config/env").glob("*.yaml"))

@@ -16,8 +16,9 @@ from arealite.base.printable import guard_output
 from arealite.cli.main import main
 from arealite.ext.evaluation import evaluate
 from arealite.impl.launcher.processes import spawn
-from arealite.impl.launcher.progress import Progress
+from arealite.impl.launcher.progress import RunProgress
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 from tests.hostile import HOSTILE, SHOWN, SHOWN_FIRST, controls_in, foreign_controls_in
 from tests.system.health.living import show, wait
@@ -53,7 +54,7 @@ def why(folder: Path) -> list[str]:
 def audit(folder: Path) -> list[str]:
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
     ppo = experiment(folder, max_attempts=1).trainer.ppo
-    store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    store = GroupStore(ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True))
     store.version = 0
     group = store.next_group()
     assert group
@@ -199,7 +200,7 @@ async def test_control_characters_are_escaped_in_role_logs_and_death_reasons(
     assert await child.process.wait() == 1
     text = child.log.read_bytes().decode()
     assert text.replace("\\\\", "\\").count(SHOWN) >= 6 and not controls_in(text)
-    Progress(tmp_path / "metrics.jsonl", 3).say(child.exit_report + HOSTILE)
+    RunProgress(tmp_path / "metrics.jsonl", 3).say(child.exit_report + HOSTILE)
     out = capsys.readouterr().out
     assert "rollout-0 died" in out and SHOWN in out and not controls_in(out)
 
@@ -225,10 +226,10 @@ SAYS = '''
 import sys
 from pathlib import Path
 from arealite.base import log
-from arealite.impl.launcher.progress import Progress
+from arealite.impl.launcher.progress import RunProgress
 from tests.hostile import HOSTILE
 def main(argv):
-    progress = Progress(Path(argv[0]) / "metrics.jsonl", 3)
+    progress = RunProgress(Path(argv[0]) / "metrics.jsonl", 3)
     log.get("a").warning(HOSTILE)
     with progress.shown():
         progress.say(HOSTILE)

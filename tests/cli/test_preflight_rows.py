@@ -14,7 +14,8 @@ from arealite.base.config import check_ranges
 from arealite.base.errors import UserError
 from arealite.cli import resume
 from arealite.cli.main import main
-from arealite.cli.preflight import check_options, preflight, report
+from arealite.cli.preflight import check_options, preflight
+from arealite.ext.machine.check_command import report
 from arealite.ext.offline.config import DPOConfig, OfflineConfig, SFTConfig
 from tests.ext.offline.test_offline import faked, rows, settings
 from tests.models import tiny_model

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
-from arealite.api.agent_config import FixedPolicyConfig, ScriptedConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import SamplingConfig
 from arealite.base.errors import RewardNotFinite
+from arealite.ext.agents.config import FixedPolicyConfig, ScriptedConfig
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 from tests.impl.rollout import worlds

@@ -19,9 +19,9 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.ext.adapters.config import OpenEnvConfig
 from arealite.ext.adapters.openenv import OpenEnvEnv
 from arealite.ext.games.config import MathEnvConfig
-from arealite.ext.hosting.client import make_env
 from arealite.ext.tools.config import ToolsEnvConfig
 from arealite.ext.web.config import BrowserConfig
+from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import make_task
 from tests.ext.games import players

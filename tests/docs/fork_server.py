@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from arealite.ext.warm_start import parent
-from arealite.ext.warm_start.parent import HEADER, Request
+from arealite.ext.warm_start.parent import HEADER, RoleStart
 from tests.forks import FIXED, IMPORTS, ROOT
 from tests.waiting import until
 
@@ -73,7 +73,7 @@ def main() -> None:
             request = forked.request
 
 
-def serve(listener: socket.socket) -> Request | None:
+def serve(listener: socket.socket) -> RoleStart | None:
     """Fork commands, and report their ends. Return None at the end, a request in a fork."""
     commands: list[Command] = []
     while True:
@@ -92,7 +92,7 @@ def serve(listener: socket.socket) -> Request | None:
             return request
 
 
-def begin(listener: socket.socket, commands: list[Command]) -> Request | None:
+def begin(listener: socket.socket, commands: list[Command]) -> RoleStart | None:
     """Accept a client, and fork its command; return the request only in the fork."""
     client = listener.accept()[0]
     if (request := receive(client)) is None:
@@ -112,7 +112,7 @@ def begin(listener: socket.socket, commands: list[Command]) -> Request | None:
     return request
 
 
-def receive(client: socket.socket) -> Request | None:
+def receive(client: socket.socket) -> RoleStart | None:
     """Return the request of a client; None if the client was killed."""
     header, descriptors, _, _ = socket.recv_fds(client, HEADER.size, 4)
     if len(header) < HEADER.size:
@@ -125,7 +125,7 @@ def receive(client: socket.socket) -> Request | None:
             os.close(descriptor)
         return None
     line = os.open(os.devnull, os.O_RDONLY)  # the fork has no supervisor
-    return Request(**json.loads(body), line=line, folder=folder, streams=streams)
+    return RoleStart(**json.loads(body), line=line, folder=folder, streams=streams)
 
 
 def reap_and_report(command: Command) -> None:

@@ -119,7 +119,7 @@ async def site(root: Path) -> None:
 
     def live() -> list[int]:
         """Return the running episodes of each connected worker."""
-        return [w.in_flight for w in pipe.workers.by_id.values() if w.route is not None]
+        return [w.in_flight for w in pipe.machine.workers.by_id.values() if w.route is not None]
 
     reached: dict[str, Any] = {}
     async with (
@@ -134,7 +134,8 @@ async def site(root: Path) -> None:
         reached["full"] = live()
         slow.unlink()
         await eventually(lambda: len(live()) == 1, "one worker", seconds=400.0)
-        reached["left"] = [name for name, w in pipe.workers.by_id.items() if w.route is not None]
+        workers = pipe.machine.workers.by_id.items()
+        reached["left"] = [name for name, worker in workers if worker.route is not None]
         await in_thread(lambda: train_one_step(rank))
         (root / "reached").write_text(json.dumps(reached))  # the trainer's processes exit
         await in_thread(lambda: (rank.report(Finish(reason="done")), rank.close()))

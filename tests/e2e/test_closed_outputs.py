@@ -201,7 +201,8 @@ def test_rank_and_sidecar_with_closed_outputs_train(site: Site, tmp_path: Path) 
 QUICKSTART = """
 import sys
 from pathlib import Path
-from arealite.cli import main, quickstart
+from arealite.cli import main
+from arealite.ext.demo import quickstart
 quickstart.make_kit = lambda kit, seed: None
 quickstart.train.main = lambda words: Path("trained").touch()
 sys.exit(main.main(["quickstart", *sys.argv[1:]]))

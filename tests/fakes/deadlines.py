@@ -22,7 +22,7 @@ class WaitExpirer:
         monkeypatch.setattr(module, "Wait", self._make)
 
     def _make(self, what: str, **limits: Any) -> Wait:
-        wait = Wait(what=what, **limits)
+        wait = Wait(event=what, **limits)
         self._waits.append((asyncio.get_running_loop(), wait))
         return wait
 
@@ -31,7 +31,7 @@ class WaitExpirer:
         loop, wait = [
             (loop, wait)
             for loop, wait in self._waits
-            if wait in table and wait.on == on and what in wait.what and wait.seconds is not None
+            if wait in table and wait.on == on and what in wait.event and wait.seconds is not None
         ][-1]
         loop.call_soon_threadsafe(self._expire, wait)
 

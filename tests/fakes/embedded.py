@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ModelConfig, ServerConfig
-from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
+from arealite.api.llm_server import LLMServerConfig
 from arealite.api.trial import ClusterConfig
+from arealite.ext.embedded.config import EmbeddedServerConfig
 from arealite.ext.embedded.decode_loop import Engine
 from arealite.ext.embedded.embedded_server import EmbeddedServer
 

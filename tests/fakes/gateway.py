@@ -18,7 +18,7 @@ from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.ext.gateway.config import GatewayConfig
 from arealite.ext.gateway.gateway import Gateway
-from arealite.ext.gateway.session import Session
+from arealite.ext.gateway.session import GatewaySession
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 
@@ -49,7 +49,7 @@ class Served:
                 request.on_tokens([token])
         return response([*ids, tokenizer().eos_token_id])
 
-    def open(self, *seats: str, **sampling: Any) -> Session:
+    def open(self, *seats: str, **sampling: Any) -> GatewaySession:
         """Open a session with these seats, or one seat `agent`."""
         options = replace(SamplingConfig(max_new_tokens=64), **sampling)
         own = {name: Seat(name=name, sampling=options) for name in seats or ("agent",)}
@@ -69,7 +69,7 @@ class Served:
         async with self.http.request(method, path, data=data, headers=sent) as answer:
             return answer.status, await answer.read()
 
-    async def ask(self, session: Session, text: str = "hi", **more: Any) -> str:
+    async def ask(self, session: GatewaySession, text: str = "hi", **more: Any) -> str:
         """Return the answer to a message of the user."""
         status, body = await self.send(session.endpoint.api_key, chat(text, **more))
         assert status == 200, body

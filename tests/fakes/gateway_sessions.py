@@ -16,7 +16,7 @@ from arealite.api.trajectory import Segment
 from arealite.api.trial import TrialConfig
 from arealite.ext.gateway.config import GatewayConfig
 from arealite.ext.gateway.gateway import Gateway
-from arealite.ext.gateway.session import Session
+from arealite.ext.gateway.session import GatewaySession
 from arealite.impl.rollout.collector import NothingGenerated, make_trajectory
 from tests.fakes.chat_families import tokenizer_of
 from tests.fakes.experiment import lease
@@ -70,7 +70,7 @@ class GatewaySessions:
         """Stop the gateway."""
         await self._stack.aclose()
 
-    def open(self, seats: Iterable[str] = ("agent",)) -> Session:
+    def open(self, seats: Iterable[str] = ("agent",)) -> GatewaySession:
         """Open the session of a new episode."""
         number, self.opened = self.opened, self.opened + 1
         made = lease(number)
@@ -88,7 +88,7 @@ class GatewaySessions:
         session.number = number  # type: ignore[attr-defined]
         return session
 
-    async def close(self, session: Session) -> int:
+    async def close(self, session: GatewaySession) -> int:
         """End a session and make its trajectories; return the number of their segments."""
         await session.close()
         number: int = session.number  # type: ignore[attr-defined]

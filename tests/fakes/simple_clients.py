@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from arealite.ext.gateway.session import Session
+from arealite.ext.gateway.session import GatewaySession
 
 SCHEMA = {
     "add": {
@@ -54,7 +54,12 @@ class SimpleClient:
     path = ""
 
     def __init__(
-        self, http: aiohttp.ClientSession, session: Session, *, stream: bool, habits: Iterable[str]
+        self,
+        http: aiohttp.ClientSession,
+        session: GatewaySession,
+        *,
+        stream: bool,
+        habits: Iterable[str],
     ) -> None:
         self.http, self.is_stream, self.habits = http, stream, frozenset(habits)
         self.endpoint = session.endpoint

@@ -20,7 +20,7 @@ from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingC
 from arealite.api.llm import SGLangClientConfig as Options
 from arealite.api.trial import ClusterConfig
 from arealite.impl.client import sglang_messages
-from arealite.impl.client.server_choice import Server
+from arealite.impl.client.server_choice import LLMServerState
 from arealite.impl.client.sglang_client import SGLangClient
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.names.name_registry import NameRegistry
@@ -50,7 +50,7 @@ class Client(SGLangClient):
         self.finished.append((request, response))
         return response
 
-    def server(self, server: SharedServer) -> Server:
+    def server(self, server: SharedServer) -> LLMServerState:
         return next(s for s in self._router.servers.values() if s.address == server.address)
 
 
@@ -69,7 +69,7 @@ class Rollout:
         self._leased = 0
         decode = sglang_messages.decode_answer
 
-        def remember(raw: bytes) -> sglang_messages.Answer:
+        def remember(raw: bytes) -> sglang_messages.GenerateAnswer:
             answer = json.loads(raw)
             self.answers[answer["meta_info"]["id"].rpartition("~")[0]].append(answer)
             return decode(raw)

@@ -110,7 +110,7 @@ class Checks:
 
     def opened(self, pipe: Datapipe) -> None:
         """Observe decisions of a new datapipe that are not in the file."""
-        store, is_too_late = pipe.store, pipe.store._is_too_late
+        store, is_too_late = pipe.machine.store, pipe.machine.store._is_too_late
 
         def watched(group: Any, episode: Episode) -> bool:
             late = is_too_late(group, episode)

@@ -75,7 +75,7 @@ class Launch:
             _, late = await asyncio.wait(others, timeout=60.0)
         if late and not self.killed:
             # A role that was restarted after the last message has not received it.
-            left = "datapipe" not in sim.roles or sim.pipe.requests.finish is None
+            left = "datapipe" not in sim.roles or sim.pipe.machine.requests.finish is None
             sim.expect(left, f"the datapipe does not end after the trainer: {sim.describe_roles()}")
             for name in list(sim.roles):
                 sim.terminate(name)

@@ -420,11 +420,11 @@ class Simulation:
         parts = [f"{name}{'' if p.runs else ' (frozen)'}" for name, p in self.roles.items()]
         text = "live: " + ", ".join(parts)
         if self.pipe is not None and "datapipe" in self.roles:
-            store = self.pipe.store
+            store = self.pipe.machine.store
             text += (
                 f"; next step {store.next_step}, version {store.version}, {dict(store.counts)}, "
             )
-            text += self.pipe.workers.describe()
+            text += self.pipe.machine.workers.describe()
         return text + f"; servers {self.servers.versions}"
 
 

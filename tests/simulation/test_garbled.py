@@ -39,7 +39,7 @@ class Garbler:
 
         def noting(sim: Simulation, what: str, text: str = "") -> None:
             if what == "over" and sim.pipe is not None:
-                self.rejected = sim.pipe.requests.rejections.total()
+                self.rejected = sim.pipe.machine.requests.rejections.total()
             final(sim, what, text)
 
         patch.setattr(WorkerLink, "submit", garbling)

@@ -10,9 +10,9 @@ import pytest
 
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Ack
+from arealite.system.datapipe.effects import Effect, Outbox, Send
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
-from arealite.system.ledger.writer import LedgerWriter
 from tests.simulation.simulation import simulate
 
 SEEDS = 200
@@ -21,16 +21,16 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
-    after_commit = LedgerWriter.after_commit
+    after_commit = Outbox.after_commit
 
-    def at_once(writer: LedgerWriter, callback: Any, *, hurry: bool = False) -> None:
-        if any(isinstance(arg, Ack) for arg in getattr(callback, "args", ())):
-            callback()
-            writer.request_commit()
+    def at_once(outbox: Outbox, effect: Effect | None, *, hurry: bool = False) -> None:
+        if isinstance(effect, Send) and isinstance(effect.message, Ack):
+            outbox.perform(effect)
+            after_commit(outbox, None)
         else:
-            after_commit(writer, callback, hurry=hurry)
+            after_commit(outbox, effect, hurry=hurry)
 
-    patch.setattr(LedgerWriter, "after_commit", at_once)
+    patch.setattr(Outbox, "after_commit", at_once)
 
 
 def not_restored(name: str, empty: Callable[[], Any]) -> Plant:

@@ -13,7 +13,7 @@ import zmq
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.base.errors import InvariantError
-from arealite.system.datapipe import datapipe
+from arealite.system.datapipe import machine
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.links.trainer_link import TrainerLink
 from tests.system.scenes import FakeWorker, in_thread, payload, saved, tasks
@@ -105,11 +105,11 @@ class Live:
     async def refused(self, body: Body, *, match: str | None = None) -> str:
         """Return the error with which the datapipe stopped; the trainer was refused with it."""
         with (
-            patch.object(datapipe, "REFUSAL_S", 600.0),
+            patch.object(machine, "REFUSAL_S", 600.0),
             pytest.raises(InvariantError, match=match) as of_trainer,
         ):
             await self.trainer(body)
-        with patch.object(datapipe, "REFUSAL_S", 0.0), pytest.raises(InvariantError) as of_pipe:
+        with patch.object(machine, "REFUSAL_S", 0.0), pytest.raises(InvariantError) as of_pipe:
             await self.running
         assert str(of_pipe.value) in str(of_trainer.value)
         return str(of_pipe.value)

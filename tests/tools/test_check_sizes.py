@@ -51,6 +51,37 @@ def test_dense_folder_and_fillers_are_named(root: Path, capsys: pytest.CaptureFi
     assert "11       11.0          0.0 %   arealite/a" in capsys.readouterr().out
 
 
+def test_size_of_each_extension_is_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {
+        root / "arealite/impl/x.py": Counts(tokens=check_sizes.CORE_TOKENS + 1),
+        root / "arealite/ext/math/env.py": Counts(tokens=3),
+        root / "arealite/ext/math/deep/x.py": Counts(tokens=4),
+        root / "arealite/ext/__init__.py": Counts(tokens=1),
+    }
+    limit = check_sizes.CORE_TOKENS
+    (breach,) = check_sizes.totals(counts)
+    assert breach == f"the core of arealite: {limit + 1:g} tokens, limit {limit:g}"
+    assert "the extensions have 8 tokens: ext 1, math 7\n" in capsys.readouterr().out
+
+
+def test_repeated_names_of_classes_and_modules_are_named(root: Path) -> None:
+    sources = {
+        "a/reader.py": "class Row:\n    pass\n",
+        "b/reader.py": "Row = dict[str, int]\nLIMITS = [1][0]\n",
+        "b/config.py": "class Other:\n    class Row:\n        pass\n",
+        "config.py": "class Unique:\n    pass\nLIMITS = [1][0]\n",
+    }
+    files = [root / "arealite" / name for name in sources]
+    for file, source in zip(files, sources.values(), strict=True):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(source)
+    assert check_sizes.repeated_names(files) == [
+        "class Row: 3 times, limit 1: "
+        "arealite/a/reader.py:1, arealite/b/reader.py:1, arealite/b/config.py:2",
+        "module reader: 2 times, limit 1: arealite/a/reader.py, arealite/b/reader.py",
+    ]
+
+
 def test_tuple_assignments_are_a_breach(root: Path) -> None:
     counts = Counts(tokens=10, lines=10, names=2, tuple_assignments=1)
     (breach,) = check_sizes.density({root / "arealite/x.py": counts})

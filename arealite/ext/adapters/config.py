@@ -1,10 +1,12 @@
 """Options of the adapters for third-party environments."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Package, opt, sub
 from arealite.api.runtime import EnvServersConfig
+from arealite.base.extras import extra_requirement
 from arealite.ext.gateway.config import GatewayConfig
 
 
@@ -20,6 +22,10 @@ class ReasoningGymConfig:
         "the prompt is the question alone, and the whole completion is scored",
     )
     any_scorer: bool = opt(False, "allow data sets whose scorer is wrong or executes answers")
+
+    def packages(self) -> Iterator[Package]:
+        """Yield the package of the data sets."""
+        yield Package("reasoning_gym", extra_requirement("envs"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,11 @@ class GymnasiumConfig(LibraryConfig):
     repeat_rules: bool = opt(False, "repeat the rules in every turn, for agents without memory")
     actions: list[str] = sub(list, "names of the actions 0, 1, …; []: their numbers")
 
+    def packages(self) -> Iterator[Package]:
+        """Yield the package that makes the environment."""
+        if not self.factory:
+            yield Package("gymnasium", extra_requirement("envs"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class GyLLMConfig(LibraryConfig):
@@ -50,6 +61,11 @@ class GyLLMConfig(LibraryConfig):
 
     seats: list[str] = sub(lambda: ["agent"], "actors, for example [player_a,player_b]")
     options: dict[str, Any] = sub(dict, "options of reset, besides the task's seed")
+
+    def packages(self) -> Iterator[Package]:
+        """Yield the package that makes the environment."""
+        if not self.factory:
+            yield Package("gyllm", "gyllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +79,10 @@ class TextArenaConfig:
         "new", "new: events since the player's last turn; whole: all, for agents without memory"
     )
     max_turns: int = opt(200, "turns after which a game ends without a reward", at_least=1)
+
+    def packages(self) -> Iterator[Package]:
+        """Yield the package of the games."""
+        yield Package("textarena", extra_requirement("envs"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +114,7 @@ class VerifiersConfig:
         lambda: ["agent"], "agents of the environment, each a seat; others use the first seat"
     )
     gateway: GatewayConfig = sub(GatewayConfig, "the HTTP server of the agents")
+
+    def packages(self) -> Iterator[Package]:
+        """Yield the package of the environments."""
+        yield Package("verifiers", extra_requirement("verifiers"))

@@ -23,7 +23,7 @@ from arealite.ext.adapters.blocking import Instance
 from arealite.ext.adapters.config import GyLLMConfig
 from arealite.ext.adapters.foreign import LibraryEnv, seed_of
 
-Unread = defaultdict[str, list[Observation]]
+UnreadObservations = defaultdict[str, list[Observation]]
 """Observations that a seat has not acted on yet, by seat."""
 
 
@@ -65,7 +65,7 @@ class GyLLMEnv(LibraryEnv):
         """
         config = self.config
         num_illegal = 0
-        unread = Unread(list)
+        unread = UnreadObservations(list)
         async with self.instance() as instance:
             begin = self._reset(instance, seed_of(task))
             requests = as_requests(await instance.call(begin))
@@ -106,7 +106,7 @@ class GyLLMEnv(LibraryEnv):
 async def act_concurrently(
     actors: Mapping[str, str],
     agents: Mapping[str, Agent],
-    unread: Unread,
+    unread: UnreadObservations,
 ) -> dict[str, Action]:
     """Return the actions of agents by actor. All of them act concurrently.
 
@@ -132,7 +132,7 @@ def as_action(answer: Action) -> Action | str:
 def take(
     requests: Sequence[Request],
     agents: Mapping[str, Agent],
-    unread: Unread,
+    unread: UnreadObservations,
 ) -> dict[str, str]:
     """Pass the rewards of requests to the agents and collect their observations.
 

@@ -44,6 +44,8 @@ class ScorerFailed(EpisodeError, failure_class="scorer_failed"):
 class ReasoningGymEnv(Env):
     """One question and one answer, scored from 0 to 1."""
 
+    prompt_use = "only"
+
     @classmethod
     def rows(cls, config: ReasoningGymConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield questions of the dataset, without end."""

@@ -58,12 +58,12 @@ class TextArenaEnv(Env):
         with constructing(subject, "env_id, players or kwargs"):
             await self._threads.call(self.begin, 0)
 
-    def begin(self, seed: int) -> "Game":
+    def begin(self, seed: int) -> "TextGame":
         """Create and reset a game. This call blocks."""
         package = import_optional("textarena", extra_requirement("envs"))
         config = self.config
         make = partial(package.make, config.env_id, **config.kwargs)
-        return Game(make, len(self.seats), seed)
+        return TextGame(make, len(self.seats), seed)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play one game; each player gets the game's reward.
@@ -89,7 +89,7 @@ class TextArenaEnv(Env):
                 agent.reward(float(reward), invalid=float(is_invalid))
 
 
-class Game:
+class TextGame:
     """One game with its own random state."""
 
     def __init__(self, make: Callable[[], Any], players: int, seed: int) -> None:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from arealite.api.agent_config import FixedPolicyConfig
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
+from arealite.ext.agents.config import FixedPolicyConfig
 from arealite.impl.client.sglang_messages import error_message
 from arealite.system.health.waits import Wait
 
@@ -28,7 +28,7 @@ class FixedPolicyFailed(EpisodeError, failure_class="fixed_policy"):
     """The model of a fixed policy gave no answer."""
 
 
-class Message(msgspec.Struct, kw_only=True):
+class AnswerMessage(msgspec.Struct, kw_only=True):
     """A chat message."""
 
     content: str
@@ -37,10 +37,10 @@ class Message(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True):
     """One of the completions in an answer."""
 
-    message: Message
+    message: AnswerMessage
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class CompletionAnswer(msgspec.Struct, kw_only=True):
     """The JSON body of an answer."""
 
     choices: list[Choice]
@@ -59,10 +59,10 @@ class TryAgain(Exception):
         self.after_s = after_s
 
 
-decode = msgspec.json.Decoder(Completion).decode
+decode = msgspec.json.Decoder(CompletionAnswer).decode
 
 
-class Completions:
+class CompletionsClient:
     """Client of an endpoint's /chat/completions. A worker opens one with `connect`."""
 
     def __init__(self, config: FixedPolicyConfig, session: aiohttp.ClientSession, key: str) -> None:
@@ -74,7 +74,7 @@ class Completions:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, config: FixedPolicyConfig) -> "AsyncIterator[Completions]":
+    async def connect(cls, config: FixedPolicyConfig) -> "AsyncIterator[CompletionsClient]":
         """Open a session; close its connections when the body exits.
 
         Raises:
@@ -139,7 +139,7 @@ class Completions:
 
     async def _try(self, body: dict[str, object], owner: str) -> str:
         wait = Wait(
-            what="an answer of a fixed policy",
+            event="an answer of a fixed policy",
             owner=owner,
             on=f"endpoint {urlsplit(self.url).netloc}",
             seconds=self.config.timeout_s,

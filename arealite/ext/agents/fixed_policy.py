@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.episode import Action
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient, clients
 from arealite.api.observation import ChatMessage, messages
 from arealite.base.errors import EpisodeError, UserError
-from arealite.ext.agents.completions_client import Completions, FixedPolicyFailed
+from arealite.ext.agents.completions_client import CompletionsClient, FixedPolicyFailed
+from arealite.ext.agents.config import FixedPolicyConfig
 from arealite.impl.agent.chat import ChatAgent
 
 
@@ -36,7 +36,7 @@ class FixedPolicyAgent(ChatAgent):
     @asynccontextmanager
     async def share(  # pyright: ignore
         cls, args: ExperimentConfig, config: FixedPolicyConfig
-    ) -> AsyncIterator[tuple[LLMClient, Any] | Completions]:
+    ) -> AsyncIterator[tuple[LLMClient, Any] | CompletionsClient]:
         """Yield the model's client and tokenizer, or the endpoint; close them at the end.
 
         Raises:
@@ -48,7 +48,7 @@ class FixedPolicyAgent(ChatAgent):
                 "set fixed_policy.server or fixed_policy.base_url, and not both."
             )
         if config.base_url:
-            async with Completions.connect(config) as endpoint:
+            async with CompletionsClient.connect(config) as endpoint:
                 yield endpoint
             return
         experiment, slash, trial = config.server.partition("/")
@@ -82,7 +82,7 @@ class FixedPolicyAgent(ChatAgent):
         Raises:
             FixedPolicyFailed: The model gave no answer.
         """
-        if isinstance(self.shared, Completions):
+        if isinstance(self.shared, CompletionsClient):
             return await self.ask(self.shared, observation)
         self.client, self.tokenizer = self.shared
         try:
@@ -90,7 +90,7 @@ class FixedPolicyAgent(ChatAgent):
         except EpisodeError as error:
             raise FixedPolicyFailed(f"{type(error).__name__}: {error}") from error
 
-    async def ask(self, endpoint: Completions, observation: object) -> Action:
+    async def ask(self, endpoint: CompletionsClient, observation: object) -> Action:
         """Append the observation to the conversation and return the endpoint's answer."""
         turn = sum(message["role"] == "assistant" for message in self.messages)
         if turn == self.config.max_turns:

@@ -6,7 +6,8 @@ starts a new training segment.
 """
 
 from bisect import bisect_left
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
@@ -14,7 +15,8 @@ from arealite.impl.agent.chat import ChatAgent
 from arealite.impl.agent.history import History, Piece
 
 
-class Thought(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thought:
     """Position of a thought in the conversation."""
 
     prompt: Piece
@@ -30,6 +32,7 @@ class Thought(NamedTuple):
 class ReasoningAgent(ChatAgent):
     """Answers with a thought first, which ends with the marker `end`."""
 
+    templates_observation = True
     latest: Thought | None = None
     """The thought of the last answer."""
 

@@ -6,10 +6,10 @@ For opponents of known strength, and for tests of environments.
 import random
 
 from arealite.api.agent import Agent
-from arealite.api.agent_config import ScriptedConfig
 from arealite.api.episode import Action
 from arealite.api.observation import observe
 from arealite.base.errors import UserError
+from arealite.ext.agents.config import ScriptedConfig
 
 
 class ScriptedAgent(Agent):

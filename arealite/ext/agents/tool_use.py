@@ -34,6 +34,8 @@ def format_of(tokenizer: Any, name: str) -> Family:
 class ToolUseAgent(ChatAgent):
     """Calls the tools that observations offer, also several in one turn."""
 
+    templates_observation = True
+
     def read(self, response: LLMResponse) -> Action:
         """Return an action with the calls and the text around them.
 

@@ -8,7 +8,7 @@ stores the mark in the ledger: all records before it passed an audit.
 import math
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,14 @@ from pathlib import Path
 
 import msgspec
 
+from arealite.api.hooks import OnRow
 from arealite.api.payloads import decode_segments
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit_queries import CHECKS, CLOSED, ENDS, ROWS, UNUSABLE
-from arealite.ext.audit.audit_report import IN_STATE, AuditReport, Balance
+from arealite.ext.audit.audit_report import IN_STATE, AuditReport, LedgerBalance
 from arealite.system.ledger import schema
 from arealite.system.ledger.ledger import columns, connect, decode_header
 from arealite.system.ledger.payload_checks import find_mismatch, whole_payload
@@ -35,7 +36,6 @@ COVERED_NAMES = {table: columns.split(", ") for table, columns in schema.COVERED
 """`schema.COVERED` as lists of names."""
 HEADER_COLUMNS = [name for name in COVERED_NAMES["trajectories"] if name != "header"]
 """Columns of a trajectory that repeat fields of its header, in the order of `columns`."""
-OnRow = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +244,8 @@ class Audit:
         if not isinstance(stored, bytes):
             return "payloads differ from their checksum"
         if self.has_sums:
-            payload_sum = schema.checksum(str(row["trajectory_id"]), payload=stored)
-            if payload_sum != row["payload_sum"]:
+            payload_checksum = schema.checksum(str(row["trajectory_id"]), payload=stored)
+            if payload_checksum != row["payload_sum"]:
                 return "payloads differ from their checksum"
         if row["is_unusable"]:
             return ""
@@ -347,8 +347,8 @@ class Audit:
         now = self.now
         (checkpoints,) = self.db.execute("SELECT COUNT(*) FROM checkpoints").fetchone()
         return AuditReport(
-            groups=Balance.of(self._named("groups ")),
-            tokens=Balance.of(self._named("tokens ")),
+            groups=LedgerBalance.of(self._named("groups ")),
+            tokens=LedgerBalance.of(self._named("tokens ")),
             filtered_by_reason=self._named("reason "),
             failures_by_class=self._named("failures "),
             steps=now["steps "],

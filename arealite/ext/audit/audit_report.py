@@ -13,7 +13,7 @@ IN_STATE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Balance:
+class LedgerBalance:
     """offered = trained + filtered + buffered + in_flight, in groups or in tokens received."""
 
     offered: int
@@ -23,7 +23,7 @@ class Balance:
     in_flight: int
 
     @classmethod
-    def of(cls, counts: Mapping[str, int]) -> "Balance":
+    def of(cls, counts: Mapping[str, int]) -> "LedgerBalance":
         """Build a balance from counts by state of the group."""
 
         def count_in(line: str) -> int:
@@ -47,8 +47,8 @@ class Balance:
 class AuditReport:
     """The counts and the problems that an audit found in a ledger."""
 
-    groups: Balance
-    tokens: Balance
+    groups: LedgerBalance
+    tokens: LedgerBalance
     filtered_by_reason: dict[str, int]
     failures_by_class: dict[str, int]
     steps: int
@@ -85,6 +85,11 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether both balances are even and there are no problems."""
         return self.groups.is_even and self.tokens.is_even and not self.problems
+
+    def summary(self) -> str:
+        """Return the table; one line if no episode was offered."""
+        is_empty = self.ok and not self.groups.offered
+        return "no episode was offered" if is_empty else self.table()
 
     def table(self) -> str:
         """Return the report as a table for the console."""

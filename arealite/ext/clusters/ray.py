@@ -19,10 +19,18 @@ from types import ModuleType
 from typing import Any
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.base import exit_record
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths, not_shared
+from arealite.impl.launcher.processes import (
+    PARENT,
+    Child,
+    counts,
+    needed_paths,
+    new_record,
+    not_shared,
+)
 from arealite.system.health.waits import Wait
 
 LOST = -signal.SIGKILL
@@ -136,6 +144,8 @@ class RayLauncher(LocalLauncher):
         if missing_folders:
             raise not_shared(missing_folders[0], socket.gethostname(), address)
         try:
+            record = new_record(log)
+            env = {**env, exit_record.VARIABLE: str(record)}
             pid, begin = await actor.start.remote(words, str(Path.cwd()), str(log), env)
         except library().exceptions.RayActorError:  # lost meanwhile; Ray chooses another node
             return await self.spawn(name, words, log, env)
@@ -147,6 +157,7 @@ class RayLauncher(LocalLauncher):
             process=process,  # type: ignore[arg-type]
             log=log,
             log_begin=begin,
+            record=record,
         )
 
     async def _place(self, name: str) -> tuple[Any, str, list[str]]:
@@ -157,7 +168,7 @@ class RayLauncher(LocalLauncher):
         """
         lost_error = library().exceptions.RayActorError
         start_s = self.options.ray.start_s
-        with Wait(what=f"a place for {name}", owner="launcher", on="ray", seconds=start_s):
+        with Wait(event=f"a place for {name}", owner="launcher", on="ray", seconds=start_s):
             while True:
                 actor = self._actor(name)
                 with suppress(lost_error):  # Ray placed the actor on a node that was just lost

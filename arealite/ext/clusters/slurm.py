@@ -236,6 +236,6 @@ class SlurmLauncher(LocalLauncher):
             "--job-name=probe",
         )
         words = [*step, "sh", "-c", PROBE, "probe", *files]
-        with Wait(what="nodes", owner="launcher-0", on="Slurm"):
+        with Wait(event="nodes", owner="launcher-0", on="Slurm"):
             answers = await asyncio.to_thread(output, words, start_s, stderr=None)
         return [line.strip() for line in answers.splitlines()]

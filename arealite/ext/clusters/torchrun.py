@@ -13,9 +13,12 @@ import subprocess
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base.errors import RoleError, UserError
+from arealite.cli import role
+from arealite.cli.train import prepared
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, how_ended, own_address
 
@@ -24,6 +27,43 @@ OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK",
 NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a rank needs besides RANK."""
 HINT = "Set RANK and the others as torchrun and a PyTorchJob do; or, for a run here, unset RANK."
+
+
+def run_rank(config: ExperimentConfig) -> int:
+    """Run the trainer rank that the environment names; rank 0 also starts the run's other roles."""
+    from arealite.cli.preflight import check_options
+
+    rank, ranks = read_rank(os.environ)
+    config = replace(config, launcher=replace(config.launcher, trainer_ranks=ranks))
+    check_options(config)
+    if rank:
+        check_host(config)
+    with store_of_ranks(config, rank):
+        if rank:  # before the rendezvous of the ranks, rank 0 has handled `resume`
+            return role.run("trainer", rank, replace(config, resume="auto"))
+        with prepared(config) as config, sidecar(config):
+            return role.run("trainer", rank, config)
+
+
+@contextmanager
+def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
+    """Serve the store in which several ranks meet, unless the agent of torchrun serves it."""
+    ranks = config.launcher.trainer_ranks
+    if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        yield
+        return
+    from arealite.impl.trainer import rank_group
+
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    print(
+        f"rank {rank} of {ranks} waits up to {rank_group.RENDEZVOUS_S:g} s for the other ranks, "
+        f"at {address}",
+        flush=True,
+    )
+    store = rank_group.serve_store(config.cluster.bound) if rank == 0 else None
+    os.environ[rank_group.SHARED_STORE] = "True"
+    yield
+    del store
 
 
 def read_rank(variables: Mapping[str, str]) -> tuple[int, int]:
@@ -71,6 +111,11 @@ def check_host(config: ExperimentConfig) -> None:
             f"but cluster.host={config.cluster.host} is reachable from one host only. "
             "Set cluster.host=auto."
         )
+
+
+def run_sidecar(config: ExperimentConfig, index: int) -> None:
+    """Supervise the other roles of a run under torchrun (role `sidecar`)."""
+    sys.exit(Sidecar(config).run())
 
 
 class Sidecar(LocalLauncher):

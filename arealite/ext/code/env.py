@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from arealite.ext.code.json_values import decode, encode, same, same_text
 from arealite.ext.sandbox.config import CodeEnvConfig, SandboxFailed
 from arealite.ext.sandbox.sandbox import Sandbox
 
-MODULES = ("values", "program", "asserts", "harness")
+MODULES = ("json_values", "program", "asserts", "harness")
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -34,7 +35,8 @@ class BrokenTests(EpisodeError, failure_class="code_tests"):
     """A row's tests are missing or cannot be run, so its programs get no reward."""
 
 
-class Cases(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cases:
     """The test cases of a row."""
 
     mode: str
@@ -60,6 +62,7 @@ class CodeEnv(Env):
     """Asks for a program and scores it by test cases."""
 
     resumable = True
+    prompt_use = "only"
 
     @classmethod
     def rows(cls, config: CodeEnvConfig, *, split: str, seed: int) -> Iterator[Row]:

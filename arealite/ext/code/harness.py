@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from arealite.ext.code.asserts import Instrumented
 from arealite.ext.code.json_values import decode, encode
-from arealite.ext.code.program import ENDED, PIPE_BYTES, Line, describe, wait_and_fork
+from arealite.ext.code.program import ENDED, PIPE_BYTES, JsonPipes, describe, wait_and_fork
 
 START_S = 60.0
 MAX_SIZE = 1 << 18
@@ -47,7 +47,7 @@ class ProgramError(Exception):
 class Program:
     """Client of the program's process. It starts the program again after its end."""
 
-    def __init__(self, line: Line, output_fd: int, timeout_s: float) -> None:
+    def __init__(self, line: JsonPipes, output_fd: int, timeout_s: float) -> None:
         self.line = line
         self.output_fd = output_fd
         self.timeout_s = timeout_s
@@ -287,7 +287,7 @@ class Absent(Program):
 
     def __init__(self, answer: object) -> None:
         super().__init__(
-            line=Line(-1, -1),
+            line=JsonPipes(-1, -1),
             output_fd=-1,
             timeout_s=0.0,
         )
@@ -423,7 +423,7 @@ def receive(size: int) -> bytes:
 def run_job(
     job: dict[str, Any],
     work: dict[str, Any],
-    line: Line,
+    line: JsonPipes,
     output_fd: int,
     report: Report,
 ) -> None:
@@ -475,7 +475,7 @@ def main() -> None:
             os.dup2(null_fd, standard_fd)
         for unused_fd in (report_fd, null_fd, request_write, answer_read, output_read):
             os.close(unused_fd)
-        wait_and_fork(job, Line(request_read, answer_write), output_write)
+        wait_and_fork(job, JsonPipes(request_read, answer_write), output_write)
     for unused_fd in (request_read, answer_write, output_write):
         os.close(unused_fd)
     os.dup2(null_fd, 1)
@@ -485,7 +485,7 @@ def main() -> None:
         os.write(report_fd, encoded + b"\n")
 
     work = json.loads(receive(MAX_WORK_BYTES))
-    line = Line(answer_read, request_write)
+    line = JsonPipes(answer_read, request_write)
     run_job(job, work, line, output_read, report)
 
 

@@ -20,7 +20,7 @@ PIPE_BYTES = 1 << 16
 """Capacity of a pipe, and the size of the largest read."""
 
 
-class Line:
+class JsonPipes:
     """Sends and receives JSON values, one per line, through two pipes."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
@@ -67,7 +67,7 @@ OPERATIONS: dict[str, Callable[..., object]] = {
 }
 
 
-def wait_and_fork(job: dict[str, Any], line: Line, output_fd: int) -> None:
+def wait_and_fork(job: dict[str, Any], line: JsonPipes, output_fd: int) -> None:
     """Fork a process for the program at each "start"; send its process id and its exit code."""
     while True:
         if line.receive() != "start":
@@ -80,7 +80,7 @@ def wait_and_fork(job: dict[str, Any], line: Line, output_fd: int) -> None:
         line.send({ENDED: os.waitstatus_to_exitcode(wait_status)})
 
 
-def run_program(job: dict[str, Any], line: Line, output_fd: int) -> None:
+def run_program(job: dict[str, Any], line: JsonPipes, output_fd: int) -> None:
     """Run the program. With a stdin, run it to its end; without, serve requests to its functions.
 
     Args:
@@ -131,7 +131,7 @@ def exit_code(error: SystemExit) -> int:
     return int(error.code is not None)
 
 
-def serve(visible: dict[str, object], line: Line) -> None:
+def serve(visible: dict[str, object], line: JsonPipes) -> None:
     """Answer the tests' requests about the program's visible values."""
     kept: list[object] = []
 

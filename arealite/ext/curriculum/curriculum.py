@@ -1,8 +1,7 @@
 """Draws the next task: its class by the success rate, then the next row of this class.
 
-A class that is solved always or never is drawn less often. Without `datapipe.curriculum.by`, all
-rows are of one class. The state is read from the ledger, so a resumed run draws the same tasks as
-an uninterrupted run.
+A class that is solved always or never is drawn less often. The state is read from the ledger, so a
+resumed run draws the same tasks as an uninterrupted run.
 """
 
 import random
@@ -11,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from arealite.api.datapipe_config import CurriculumConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.curriculum.task_weights import learnability, success_rate
-from arealite.system.data.dataset import permutation
-from arealite.system.ledger.group import Group
+from arealite.system.datapipe.task_order import Permutation
 
 SHARES = """
 SELECT seq, row, (SELECT AVG(reward >= ?) FROM trajectories t WHERE t.group_id = g.group_id) share
@@ -37,18 +36,17 @@ class Curriculum:
         """Group the rows by the value of `extra_info[options.by]`.
 
         Raises:
-            UserError: all rows are of one class, although `by` is set.
+            UserError: all rows are of one class.
         """
         self.options = options
         self.seed = seed
-        self.shuffle = shuffle
         self.class_of = [str(task.extra_info.get(options.by, "")) for task in train]
         """The class of each row."""
         self.rows: dict[str, list[int]] = {}
         """The rows of each class."""
         for row, name in enumerate(self.class_of):
             self.rows.setdefault(name, []).append(row)
-        if options.by and len(self.rows) < 2:
+        if len(self.rows) < 2:
             raise UserError(
                 f"datapipe.curriculum.by={options.by}: all rows are of one class, "
                 f"'{self.class_of[0]}'. "
@@ -58,29 +56,40 @@ class Curriculum:
         """By class: number of groups created."""
         self.recent: dict[str, dict[int, float]] = {}
         """By class and seq: share of successes in each of the newest `window` groups."""
-        self._orders: dict[str, tuple[int, Sequence[int]]] = {}
-        """By class: an epoch, and the order of the rows in that epoch."""
+        self._orders: dict[str, Permutation] = {}
+        """By class: the order of its rows, as indices into `rows`."""
+        for name, rows in self.rows.items():
+            self._orders[name] = Permutation(
+                len(rows),
+                seed=seed,
+                shuffle=shuffle,
+            )
 
     def load(self, db: sqlite3.Connection) -> None:
         """Load the state from the ledger."""
         self.offered.clear()
         for row, count in db.execute("SELECT row, COUNT(*) FROM groups GROUP BY row"):
-            self.offered[self.class_of[row]] += count
+            name = self.class_of[row]
+            self.offered[name] += count
         self.recent = {name: {} for name in self.rows}
-        for seq, row, share in db.execute(SHARES, (self.options.threshold,)):
-            self._add_share(self.class_of[int(row)], int(seq), float(share))
+        threshold = self.options.threshold
+        for seq, row, share in db.execute(SHARES, (threshold,)):
+            name = self.class_of[int(row)]
+            self._add_share(name, int(seq), float(share))
             counts = {len(shares) for shares in self.recent.values()}
             if counts == {self.options.window}:  # the rest is older
                 break
 
-    def record(self, group: Group) -> None:
+    def record(self, seq: int, row: int, rewards: Sequence[float | None]) -> None:
         """Update the success rate from a closed group; ignore a group without scores."""
-        rewards = [header.reward for header in group.headers if header.reward is not None]
-        if not rewards:
+        scores = [reward for reward in rewards if reward is not None]
+        if not scores:
             return
-        num_successes = sum(reward >= self.options.threshold for reward in rewards)
-        share = num_successes / len(rewards)
-        self._add_share(self.class_of[group.row], group.seq, share)
+        threshold = self.options.threshold
+        num_successes = sum(score >= threshold for score in scores)
+        share = num_successes / len(scores)
+        name = self.class_of[row]
+        self._add_share(name, seq, share)
 
     def draw(self, seq: int) -> tuple[int, int]:
         """Draw a class by weight; return the epoch of the class and its next row.
@@ -92,25 +101,20 @@ class Curriculum:
         weights = [self.weight(name) for name in names]
         rng = random.Random(f"{self.seed}/curriculum/{seq}")
         (name,) = rng.choices(names, weights)
-        rows = self.rows[name]
-        epoch, place = divmod(self.offered[name], len(rows))
-        self.offered[name] += 1
-        order = self._order(name, epoch)
-        return epoch, rows[order[place]]
+        number = self.offered[name]
+        epoch, place = self._orders[name].draw(number)
+        self.offered[name] = number + 1
+        return epoch, self.rows[name][place]
 
     def weight(self, name: str) -> float:
         """Return the unnormalised probability of a class: its number of rows × learnability."""
-        rate = success_rate(self.recent[name].values())
+        shares = self.recent[name]
+        rate = success_rate(shares.values())
         num_rows = len(self.rows[name])
         return num_rows * learnability(rate, floor=self.options.floor)
 
     def metrics(self) -> dict[str, float]:
-        """Return the probability of each class, and its success rate if a group of it has closed.
-
-        {} without `options.by`.
-        """
-        if not self.options.by:
-            return {}
+        """Return the probability of each class, and its success rate after its first group."""
         weights = {name: self.weight(name) for name in self.rows}
         total_weight = sum(weights.values())
         metrics = dict[str, float]()
@@ -118,7 +122,8 @@ class Curriculum:
             metrics[f"curriculum/{name}/share"] = weight / total_weight
         for name, shares in self.recent.items():
             if shares:
-                metrics[f"curriculum/{name}/success"] = success_rate(shares.values())
+                rate = success_rate(shares.values())
+                metrics[f"curriculum/{name}/success"] = rate
         return metrics
 
     def _add_share(self, name: str, seq: int, share: float) -> None:
@@ -129,13 +134,15 @@ class Curriculum:
             oldest_seq = min(shares)
             del shares[oldest_seq]
 
-    def _order(self, name: str, epoch: int) -> Sequence[int]:
-        """Return the order of the rows of a class in an epoch, as indices into `rows[name]`."""
-        num_rows = len(self.rows[name])
-        if not self.shuffle:
-            return range(num_rows)
-        cached_epoch, order = self._orders.get(name, (None, ()))
-        if cached_epoch != epoch:
-            order = permutation(self.seed, epoch, num_rows)
-            self._orders[name] = (epoch, order)
-        return order
+
+def curriculum_of(config: ExperimentConfig, train: Sequence[Task]) -> Curriculum | None:
+    """Return the curriculum of a run; None without `datapipe.curriculum.by`."""
+    options = config.datapipe.curriculum
+    if not options.by:
+        return None
+    return Curriculum(
+        options,
+        train,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+    )

@@ -16,8 +16,9 @@ def success_rate(shares: Iterable[float]) -> float:
         The rate, above 0 and below 1; 1/2 without groups.
     """
     successes = list(shares)
+    num_successes = sum(successes)
     num_trials = len(successes)
-    return (sum(successes) + 1.0) / (num_trials + 2.0)
+    return (num_successes + 1.0) / (num_trials + 2.0)
 
 
 def learnability(rate: float, *, floor: float) -> float:
@@ -28,4 +29,5 @@ def learnability(rate: float, *, floor: float) -> float:
     2408.15099); for language models Foster and Foerster 2025 (arXiv 2502.12272). With a floor above
     0, every class is still sampled and its rate stays up to date.
     """
-    return floor + (1.0 - floor) * 4.0 * rate * (1.0 - rate)
+    spread = 4.0 * rate * (1.0 - rate)
+    return floor + (1.0 - floor) * spread

@@ -17,9 +17,9 @@ from typing import Any
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.extras import check_installed, extra_requirement
 
-Row = Mapping[str, Any]
+LessonRow = Mapping[str, Any]
 """A task as docs/data.md describes it: `prompt`, `ground_truth` and other columns."""
-Message = Mapping[str, str]
+LessonMessage = Mapping[str, str]
 """A message with its `role` and `content`."""
 LESSONS = "arealite.ext.demo.lessons"
 HELD_OUT_SEED = "held-out"
@@ -32,9 +32,9 @@ class Lesson:
 
     about: str
     """What the model learns, in a few words."""
-    draw: Callable[[random.Random], Row]
+    draw: Callable[[random.Random], LessonRow]
     """A function that draws one task."""
-    key: Callable[[Row], Hashable]
+    key: Callable[[LessonRow], Hashable]
     """Tasks with equal keys count as the same task."""
     reward: str
     """The reward function, as MODULE:FUNCTION."""
@@ -48,7 +48,7 @@ class Lesson:
     """Longest answer of an evaluation; None: `max_new_tokens`."""
     package: str = ""
     """The package of the extra `envs` that draws the tasks; "": none is needed."""
-    demonstrate: Callable[[Row], Sequence[Message]] | None = None
+    demonstrate: Callable[[LessonRow], Sequence[LessonMessage]] | None = None
     """A function that returns the right messages after a prompt, for the warm start; no messages:
     the warm start leaves the task out. None: there is no warm start."""
     warm_start: Sequence[str] = ()
@@ -130,7 +130,7 @@ def write_data(lesson: Lesson, folder: Path, seed: int) -> dict[str, str]:
     return hashes
 
 
-def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> Iterator[Row]:
+def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> Iterator[LessonRow]:
     """Yield `count` tasks whose keys are not in `taken`, and add their keys to it.
 
     Raises:
@@ -149,6 +149,6 @@ def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> It
             raise InvariantError(f"'{lesson.about}' has only {len(taken)} different tasks")
 
 
-def assistant_message(content: str) -> Message:
+def assistant_message(content: str) -> LessonMessage:
     """Return a message of the assistant."""
     return {"role": "assistant", "content": content}

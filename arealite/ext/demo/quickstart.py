@@ -14,7 +14,7 @@ from arealite.cli import configs, train
 from arealite.cli.texts import TEXTS
 from arealite.ext.demo.lesson import find_lesson, names_of_lessons
 from arealite.ext.demo.real_models import SOURCES
-from arealite.ext.warm_start import modules
+from arealite.impl.launcher.role_starter import starters
 
 MODELS = list(SOURCES)
 LESSONS = names_of_lessons()
@@ -23,7 +23,7 @@ DEFAULT_LESSON = "alphabet_sort"
 
 def main(argv: Sequence[str]) -> int:
     """Make model and data and train; return the exit code of the training."""
-    modules.fork_early()
+    starters().begin()
     parser = argparse.ArgumentParser(prog="arealite quickstart", description=str(__doc__))
     parser.add_argument("--seed", type=int, default=1, help="seed of model, data and training")
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         print_and_make(options.kit, options.seed)
         return 0
     outputs.protect()
-    with modules.early(ExperimentConfig()):  # the demo has the default parts
+    with starters().early(ExperimentConfig()):  # the demo has the default parts
         return run(Path(f"runs/demo/kit-seed{options.seed}"), options)
 
 

@@ -11,9 +11,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,15 @@ import torch.distributed as dist
 
 from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
-from arealite.ext.embedded.decode_loop import resolve
+from arealite.base.futures import resolve
 from arealite.impl.publisher.control import ServerControl
-from arealite.impl.publisher.servers import GRACE_S, OnAll, PartialUpdate, Servers, ServersPublisher
+from arealite.impl.publisher.servers import (
+    GRACE_S,
+    PartialUpdate,
+    Servers,
+    ServersPublisher,
+    ServersUpdate,
+)
 from arealite.impl.weights import process_group as groups
 from arealite.impl.weights.buckets import Bucket, Named, pack
 from arealite.system.health.waits import Wait
@@ -94,29 +100,36 @@ class DistributedPublisher(ServersPublisher):
             return False
         until = time.monotonic() + self.config.timeout_s
         try:
-            self._join(
-                servers,
-                first.tensors[0].device.type,
-                partial(self.on_all, servers, until),
-            )
+            self._join(servers, first.tensors[0].device.type, until)
             self.stage_s = time.perf_counter() - begin
-            update = self._updating(servers, version)
-            all_buckets = itertools.chain([first], buckets)
-            with ExitStack() as stack:
-                on_all = self.call(update.__aenter__())
-                stack.push(lambda *error: self.call(update.__aexit__(*error)))
-                self._send(all_buckets, version, on_all)
+            self._update(servers, version, itertools.chain([first], buckets))
         except PartialUpdate:
             self._leave()
         return all(server.confirmed_version != version for server in servers)
 
-    def _send(self, buckets: Iterator[Bucket], version: int, on_all: OnAll) -> None:
+    def _update(self, servers: Servers, version: int, buckets: Iterator[Bucket]) -> None:
+        """Pause the servers, send all buckets, and continue the servers.
+
+        Raises:
+            PartialUpdate: A server failed.
+        """
+        update = ServersUpdate(self, servers, version)
+        locks = AsyncExitStack()
+        try:
+            self.call(_lock(locks, servers))
+            self.call(update.pause())
+            self._send(buckets, version, update)
+            self.call(update.finish())
+        finally:
+            self.call(locks.aclose())
+
+    def _send(self, buckets: Iterator[Bucket], version: int, update: ServersUpdate) -> None:
         """Send every bucket while the next one is gathered.
 
         Raises:
             PartialUpdate: A server did not receive a bucket.
         """
-        self.call(on_all(ServerControl.begin))
+        self.call(update.send(ServerControl.begin))
         *_, last_name = self.shapes
         wait_for_last: Callable[[], None] | None = None
         for bucket in buckets:
@@ -124,27 +137,19 @@ class DistributedPublisher(ServersPublisher):
                 wait_for_last()
             is_last_bucket = bucket.layout.names[-1] == last_name
             label = version if is_last_bucket else None
-            wait_for_last = self._broadcast(bucket, label, on_all)
+            wait_for_last = self._broadcast(bucket, label, update)
         if wait_for_last is not None:
             wait_for_last()
 
-    @asynccontextmanager
-    async def _updating(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
-        """Run `updating` while the servers are locked."""
-        async with AsyncExitStack() as stack:
-            for server in servers:
-                await stack.enter_async_context(server.lock)
-            yield await stack.enter_async_context(self.updating(servers, version))
-
     # ------------------------------------------------------------ the process group
 
-    def _join(self, servers: Servers, device: str, on_all: OnAll) -> None:
+    def _join(self, servers: Servers, device: str, until: float) -> None:
         """Create a group with these servers, unless it exists.
 
         Args:
             servers: The other ranks.
             device: Type of the device that holds the tensors.
-            on_all: Posts requests to the servers.
+            until: Deadline of the servers' answers, in monotonic seconds.
 
         Raises:
             PartialUpdate: Some servers did not join.
@@ -176,7 +181,7 @@ class DistributedPublisher(ServersPublisher):
             offset = {"rank_offset": rank_offsets[server]}
             await server.request_ok("/init_weights_update_group", body | offset)
 
-        posted = self.submit(on_all(join))
+        posted = self.submit(self.on_all(servers, until, join))
         joined = self._join_as_first(listener, world_size)
         wait([posted, joined], return_when=FIRST_COMPLETED)
         posted.result()
@@ -212,7 +217,9 @@ class DistributedPublisher(ServersPublisher):
         thread.start()
         return joined
 
-    def _broadcast(self, bucket: Bucket, version: int | None, on_all: OnAll) -> Callable[[], None]:
+    def _broadcast(
+        self, bucket: Bucket, version: int | None, update: ServersUpdate
+    ) -> Callable[[], None]:
         """Start to send a bucket; `version` comes with the last one.
 
         Returns:
@@ -227,7 +234,7 @@ class DistributedPublisher(ServersPublisher):
         async def receive(server: ServerControl) -> None:
             await server.update("/update_weights_from_distributed", body, version=version)
 
-        posted = self.submit(on_all(receive))
+        posted = self.submit(update.send(receive))
         tensors = [bucket.flat] if is_flat else bucket.tensors
         if self._backend == "gloo":
             tensors = [tensor.cpu() for tensor in tensors]  # no copy if they are on the CPU
@@ -261,7 +268,7 @@ class DistributedPublisher(ServersPublisher):
                 for server in self.members
                 if server.error is None
             ]
-            answers = Wait(what="servers to leave a group", owner="publisher", seconds=GRACE_S)
+            answers = Wait(event="servers to leave a group", owner="publisher", seconds=GRACE_S)
             with suppress(DeadlineError), answers:
                 await asyncio.gather(*requests, return_exceptions=True)
 
@@ -277,3 +284,9 @@ class DistributedPublisher(ServersPublisher):
                 f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host} "
                 f"cannot be bound: {error}. Use another port, or 0 for any free port."
             ) from error
+
+
+async def _lock(locks: AsyncExitStack, servers: Servers) -> None:
+    """Take the locks of the servers; closing `locks` releases them."""
+    for server in servers:
+        await locks.enter_async_context(server.lock)

@@ -43,7 +43,7 @@ compute a token."""
 
 
 @dataclass(kw_only=True)
-class Batch:
+class DecodingBatch:
     """Requests of equal length, and their cache."""
 
     rows: list[Generation]
@@ -55,7 +55,7 @@ class CacheDecoder(BaseDecoder):
 
     def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
         super().__init__(model, max_rows=max_rows, seed=seed)
-        self._batches: list[Batch] = []
+        self._batches: list[DecodingBatch] = []
 
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
@@ -66,7 +66,7 @@ class CacheDecoder(BaseDecoder):
         has_equal_prompts = len(sources) > len(prompts)
         if has_equal_prompts:
             cache = self._select(cache, torch.tensor(sources))
-        self._batches.append(Batch(rows=generations, cache=cache))
+        self._batches.append(DecodingBatch(rows=generations, cache=cache))
         self._sample(generations, logits_BV[sources], self._settings_of(generations))
 
     def decode(self) -> None:

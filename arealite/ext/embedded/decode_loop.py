@@ -17,13 +17,14 @@ from typing import TypeVar
 import torch
 
 from arealite.base import log
+from arealite.base.futures import resolve
 from arealite.ext.embedded.decoder import BaseDecoder
 from arealite.ext.embedded.generation import Generation
 
 logger = log.get(__name__)
 
 T = TypeVar("T")
-Job = Callable[[], None]
+LoopCommand = Callable[[], None]
 
 CLOSE_S = 30.0
 """Seconds that `close` waits for the running forward pass."""
@@ -44,9 +45,9 @@ class Engine:
         self.paused: str | None = None
         self.waiting: deque[Generation] = deque()
         self.last_pause_s = 0.0
-        self._inbox: list[Job] = []
+        self._inbox: list[LoopCommand] = []
         self._wake = threading.Condition()
-        self._updates: deque[Job] = deque()
+        self._updates: deque[LoopCommand] = deque()
         """Weight updates: each waits for a pause or the end of all running requests. Meanwhile no
         request is admitted."""
         self._outbox: list[Generation] = []
@@ -145,7 +146,7 @@ class Engine:
         self.decoder.clear()
         return True
 
-    def update(self, stage: Callable[[], Job], version: str | None, flush: bool) -> bool:
+    def update(self, stage: Callable[[], LoopCommand], version: str | None, flush: bool) -> bool:
         """Load new weights; called through `call_between_requests`.
 
         Args:
@@ -176,7 +177,7 @@ class Engine:
                 generation.close_span(self.version)
             self.version = version
 
-    def _post(self, command: Job) -> None:
+    def _post(self, command: LoopCommand) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
@@ -240,13 +241,3 @@ class Engine:
         for generation in ended:
             generation.close_span(self.version)
         self._outbox += ended
-
-
-def resolve(future: Future[T], command: Callable[[], T]) -> None:
-    """Run a command and store its result in `future`, unless the future was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(command())
-    except Exception as error:  # noqa: BLE001  (raised in the thread that waits)
-        future.set_exception(error)

@@ -17,20 +17,20 @@ MAX_STOPS = 1024
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Bounded, because decoding a number takes quadratic time in its length."""
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Stops = msgspec.Meta(max_length=MAX_STOPS)
+TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+StopsLimit = msgspec.Meta(max_length=MAX_STOPS)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The sampling parameters of SGLang that this server supports."""
 
-    max_new_tokens: Count | None = 128
-    min_new_tokens: Count = 0
+    max_new_tokens: TokenCount | None = 128
+    min_new_tokens: TokenCount = 0
     temperature: float = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
-    stop: str | Annotated[list[str], Stops] | None = None
-    stop_token_ids: Annotated[list[Int32], Stops] | None = None
+    stop: str | Annotated[list[str], StopsLimit] | None = None
+    stop_token_ids: Annotated[list[Int32], StopsLimit] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False

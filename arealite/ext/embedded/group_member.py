@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from arealite.ext.embedded.decode_loop import resolve
+from arealite.base.futures import resolve
 from arealite.impl.weights import process_group as groups
 from arealite.impl.weights.buckets import Layout, Named, unpack
-from arealite.impl.weights.tensor_names import Parts
+from arealite.impl.weights.tensor_names import PartialGroups
 
 TIMEOUT_S = 60.0
 """Limit for the other ranks to join, and for the tensors of one update to arrive."""
@@ -35,7 +35,7 @@ class GroupMember:
     def __init__(self, name: str, backend: str, device: torch.device) -> None:
         self.name = name
         self.backend = backend
-        self.parts: Parts = {}
+        self.parts: PartialGroups = {}
         """Tensors of the running update that become parameters together with later ones."""
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._group: dist.ProcessGroup | None = None

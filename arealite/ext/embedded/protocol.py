@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from arealite.ext.embedded.generation import Count, Generation, Int32, SamplingParams
+from arealite.ext.embedded.generation import Generation, Int32, SamplingParams, TokenCount
 
 
-class Refusal(Exception):
+class RequestRefused(Exception):
     """The request is wrong. It is answered with status 400 and this text."""
 
 
@@ -35,7 +35,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     video_data: Any = None
     audio_data: Any = None
     return_routed_experts: bool = False
-    routed_experts_start_len: Count = 0
+    routed_experts_start_len: TokenCount = 0
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,21 +55,21 @@ class PauseGenerationReqInput(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class WeightUpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every body with new weights."""
 
     weight_version: str | None = None
     flush_cache: bool = True
 
 
-class UpdateWeightFromDiskReqInput(Update, frozen=True, kw_only=True):
+class UpdateWeightFromDiskReqInput(WeightUpdateBody, frozen=True, kw_only=True):
     """POST /update_weights_from_disk."""
 
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
 
 
-class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
+class UpdateWeightsFromDistributedReqInput(WeightUpdateBody, frozen=True, kw_only=True):
     """POST /update_weights_from_distributed."""
 
     names: list[str]
@@ -138,7 +138,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
     """Decode a request body.
 
     Raises:
-        Refusal: The body is no JSON, or has a wrong type, value or sampling parameter.
+        RequestRefused: The body is no JSON, or has a wrong type, value or sampling parameter.
     """
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
@@ -148,7 +148,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
             unknown_name = message.split("`")[1]
             names = ", ".join(f"`{name}`" for name in SamplingParams.__struct_fields__)
             message = f"unknown field `{unknown_name}`, expected one of {names}"
-        raise Refusal(message) from error
+        raise RequestRefused(message) from error
 
 
 @dataclass(kw_only=True)
@@ -179,17 +179,17 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     """Make a generation from a request body.
 
     Raises:
-        Refusal: The request is wrong.
+        RequestRefused: The request is wrong.
     """
     prompt = body.input_ids
     sampling = body.sampling_params or SamplingParams()
     if not prompt or body.image_data or body.video_data or body.audio_data:
-        raise Refusal(
+        raise RequestRefused(
             "Either text, input_ids or input_embeds should be provided. "
             "The embedded server takes input_ids only: no images, videos or audio."
         )
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
-        raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
+        raise RequestRefused("The embedded server returns logprobs of the sampled tokens only.")
     _check_sampling(sampling)
     limit = _token_limit(len(prompt), sampling.max_new_tokens, model.context_length)
     stop_ids = sampling.stop_token_ids or []
@@ -216,16 +216,18 @@ def _check_sampling(sampling: SamplingParams) -> None:
     """Check the ranges that the types of the fields do not express.
 
     Raises:
-        Refusal: A parameter is out of its range.
+        RequestRefused: A parameter is out of its range.
     """
     if sampling.temperature < 0:
-        raise Refusal(f"temperature must be a non-negative number, got {sampling.temperature}.")
+        raise RequestRefused(
+            f"temperature must be a non-negative number, got {sampling.temperature}."
+        )
     if sampling.top_k == 0:
-        raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
+        raise RequestRefused("top_k must be -1 (disable) or at least 1, got 0.")
     min_tokens = sampling.min_new_tokens
     max_tokens = sampling.max_new_tokens
     if max_tokens is not None and min_tokens > max_tokens:
-        raise Refusal(
+        raise RequestRefused(
             f"min_new_tokens must be in [0, max_new_tokens({max_tokens})], got {min_tokens}."
         )
 
@@ -239,10 +241,10 @@ def _token_limit(prompt_length: int, max_new_tokens: int | None, context_length:
         context_length: Tokens of prompt and output that the model allows.
 
     Raises:
-        Refusal: The prompt, or prompt and limit together, exceed the context length.
+        RequestRefused: The prompt, or prompt and limit together, exceed the context length.
     """
     if prompt_length >= context_length:
-        raise Refusal(
+        raise RequestRefused(
             f"The input ({prompt_length} tokens) is longer than the model's context length "
             f"({context_length} tokens)."
         )
@@ -250,7 +252,7 @@ def _token_limit(prompt_length: int, max_new_tokens: int | None, context_length:
         return context_length - prompt_length
     total = prompt_length + max_new_tokens
     if total > context_length:
-        raise Refusal(
+        raise RequestRefused(
             "Requested token count exceeds the model's maximum context length of "
             f"{context_length} tokens. "
             f"You requested a total of {total} tokens: "
@@ -264,10 +266,10 @@ def _check_vocabulary(field_name: str, ids: list[int], vocab_size: int) -> None:
     """Check that token ids are in the model's vocabulary.
 
     Raises:
-        Refusal: One is not.
+        RequestRefused: One is not.
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise Refusal(f"{field_name} must lie in [0, {vocab_size}), the model's vocabulary.")
+        raise RequestRefused(f"{field_name} must lie in [0, {vocab_size}), the model's vocabulary.")
 
 
 def _stop_strings(sampling: SamplingParams) -> tuple[str, ...]:

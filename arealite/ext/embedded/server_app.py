@@ -17,10 +17,10 @@ from aiohttp import typedefs, web
 import arealite
 from arealite.base import log
 from arealite.ext.embedded import protocol
-from arealite.ext.embedded.decode_loop import Engine, Job
+from arealite.ext.embedded.decode_loop import Engine, LoopCommand
 from arealite.ext.embedded.generation import Generation
 from arealite.ext.embedded.group_member import GroupMember
-from arealite.ext.embedded.protocol import Empty, Handler, Refusal, ServedModel
+from arealite.ext.embedded.protocol import Empty, Handler, RequestRefused, ServedModel
 from arealite.ext.embedded.weight_loading import (
     ServedWeights,
     check_layout,
@@ -37,8 +37,8 @@ MAX_PROMPT = MAX_BODY + 2**20
 """Largest body of /generate in bytes, at any context length: a prompt of 131,072 tokens. It takes
 less than 50 ms of CPU time to decode and check (tools/measure_requests.py)."""
 
-Events = AsyncGenerator[bytes, None]
-Json = dict[str, object]
+EventStream = AsyncGenerator[bytes, None]
+JsonBody = dict[str, object]
 Routes = dict[str, Handler]
 """Handlers by path."""
 encode = msgspec.json.Encoder().encode
@@ -130,7 +130,7 @@ class App:
 
     # ------------------------------------------------------------ requests
 
-    async def _generate(self, body: protocol.GenerateBody) -> web.Response | Events:
+    async def _generate(self, body: protocol.GenerateBody) -> web.Response | EventStream:
         generation = protocol.generation_of(body, self.model)
         if body.stream:
             return self._events(generation, body)
@@ -152,7 +152,7 @@ class App:
             return _as_json(await asyncio.to_thread(make_answer))
         return _as_json(make_answer())
 
-    async def _events(self, generation: Generation, body: protocol.GenerateBody) -> Events:
+    async def _events(self, generation: Generation, body: protocol.GenerateBody) -> EventStream:
         """Yield server-sent events, each with the tokens since the one before.
 
         SGLang's events are the same with --incremental-streaming-output. If the client reads
@@ -192,11 +192,11 @@ class App:
             )
         return web.Response()  # also for an unknown id
 
-    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> Json:
+    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> JsonBody:
         await self._call(self.engine.pause, body.mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def _continue_generation(self, body: Empty) -> Json:
+    async def _continue_generation(self, body: Empty) -> JsonBody:
         await self._call(self.engine.resume)
         return {"message": "Generation continued successfully.", "status": "ok"}
 
@@ -205,7 +205,7 @@ class App:
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Flush cache failed.\n")
 
-    async def _weight_sums(self, body: Empty) -> Json:
+    async def _weight_sums(self, body: Empty) -> JsonBody:
         """Return a checksum of each tensor under its name in the folder, for the self-check."""
         model = self.engine.decoder.model
         named = self.weights.names.to_folder(model.state_dict().items())
@@ -219,17 +219,19 @@ class App:
         for member in self._groups.values():
             member.leave()
 
-    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> Json:
+    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> JsonBody:
         path = body.model_path
         note = await self._update(body, lambda: stage_weights(self.weights, path))
         logger.info("weights updated", version=self.engine.version, path=path)
         return _done("Succeeded to update model weights." + note)
 
-    async def _from_distributed(self, body: protocol.UpdateWeightsFromDistributedReqInput) -> Json:
+    async def _from_distributed(
+        self, body: protocol.UpdateWeightsFromDistributedReqInput
+    ) -> JsonBody:
         layout = Layout(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
         member = self._groups.get(body.group_name)
         if member is None:
-            raise Refusal(
+            raise RequestRefused(
                 f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}. "
                 "Please call `init_weights_update_group` first."
             )
@@ -238,7 +240,7 @@ class App:
         try:
             named = await member.receive(layout, flat=is_flat)
         except (RuntimeError, OSError) as error:
-            raise Refusal(f"Failed to receive weights: {error}") from error
+            raise RequestRefused(f"Failed to receive weights: {error}") from error
         stage = partial(
             stage_tensors,
             self.weights,
@@ -249,7 +251,9 @@ class App:
         note = await self._update(body, stage)
         return _done("Succeeded to update parameter online." + note)
 
-    async def _update(self, body: protocol.Update, stage: Callable[[], Job]) -> str:
+    async def _update(
+        self, body: protocol.WeightUpdateBody, stage: Callable[[], LoopCommand]
+    ) -> str:
         """Change the weights between requests; return a sentence about the version."""
         version = body.weight_version
         update = self.engine.call_between_requests(
@@ -260,7 +264,7 @@ class App:
         )
         is_flushed = await asyncio.wrap_future(update)
         if not is_flushed:
-            raise Refusal(
+            raise RequestRefused(
                 "Weights were updated, but the cache was not flushed because requests are still "
                 "running or queued. Retract or finish them, then call /flush_cache."
             )
@@ -269,10 +273,10 @@ class App:
         self.model.relabel(version)
         return f" Weight version updated to {version}."
 
-    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> Json:
+    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> JsonBody:
         name = body.group_name
         if name in self._groups:
-            raise Refusal(f"Failed to initialize custom process group: {NAME_TAKEN}")
+            raise RequestRefused(f"Failed to initialize custom process group: {NAME_TAKEN}")
         member = GroupMember(name, body.backend, self.engine.decoder.model.device)
         address = (body.master_address, body.master_port)
         self._groups[name] = member
@@ -282,19 +286,19 @@ class App:
             self._groups.pop(name, None)
             if isinstance(error, (RuntimeError, OSError, ValueError)):
                 message = f"Failed to initialize custom process group: {error}."
-                raise Refusal(message) from error
+                raise RequestRefused(message) from error
             raise
         logger.info("weight group joined", group=name, size=body.world_size)
         return _done("Succeeded to initialize custom process group.")
 
-    async def _destroy_group(self, body: protocol.DestroyWeightsUpdateGroupReqInput) -> Json:
+    async def _destroy_group(self, body: protocol.DestroyWeightsUpdateGroupReqInput) -> JsonBody:
         member = self._groups.pop(body.group_name, None)
         if member is None:
-            raise Refusal("The group to be destroyed does not exist.")
+            raise RequestRefused("The group to be destroyed does not exist.")
         await asyncio.wrap_future(member.leave())
         return _done("Succeeded to destroy custom process group.")
 
-    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> Json:
+    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> JsonBody:
         version = body.new_version
         if body.abort_all_requests:
             self.engine.call(self.engine.abort, lambda generation: True)
@@ -304,7 +308,7 @@ class App:
 
     # ------------------------------------------------------------ descriptions
 
-    def describe(self) -> Json:
+    def describe(self) -> JsonBody:
         """Return the answer of /model_info."""
         model = self.model
         return {
@@ -317,7 +321,7 @@ class App:
             "paused_s": self.engine.paused_s,
         }
 
-    def _server_info(self) -> Json:
+    def _server_info(self) -> JsonBody:
         return self.describe() | {
             "version": arealite.__version__,
             "backend": "arealite-embedded",
@@ -335,7 +339,7 @@ class App:
             "capacity": self.engine.decoder.max_rows,
         }
 
-    def _loads(self) -> Json:
+    def _loads(self) -> JsonBody:
         load = self.load()
         copy_of_model = {
             "num_running_reqs": load["running"],
@@ -344,7 +348,7 @@ class App:
         }
         return {"loads": [copy_of_model]}
 
-    def _models(self) -> Json:
+    def _models(self) -> JsonBody:
         model = {"id": self.model.folder, "max_model_len": self.model.context_length}
         return {"object": "list", "data": [model]}
 
@@ -369,7 +373,7 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
         try:
             body = protocol.parse(await request.read(), body_type)
             answer = await handler(body)
-        except Refusal as error:
+        except RequestRefused as error:
             message = str(error)
             refusal = {
                 "success": False,
@@ -389,7 +393,7 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
     return web.post(path, handle)
 
 
-def _done(message: str) -> Json:
+def _done(message: str) -> JsonBody:
     return {"success": True, "message": message}
 
 

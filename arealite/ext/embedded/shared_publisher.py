@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from transformers import GenerationConfig
 
 from arealite.api.engine import TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
-from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
+from arealite.api.llm_server import LLMServerConfig
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.ext.embedded.config import EmbeddedServerConfig
 from arealite.ext.embedded.embedded_server import EmbeddedServer
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import Wait
@@ -96,7 +98,7 @@ class SharedPublisher(WeightPublisher):
             RoleError: The server crashed, or the wait is longer than `timeout_s`.
         """
         seconds = self.config.timeout_s
-        with Wait(what=event, owner="publisher", on="trainer-0", seconds=seconds):
+        with Wait(event=event, owner="publisher", on="trainer-0", seconds=seconds):
             completed, _ = wait([done, self._thread.ended], seconds, FIRST_COMPLETED)
         if not completed:
             raise RoleError(f"waited {seconds:g} s for {event}")
@@ -129,5 +131,5 @@ def _server_config(config: ExperimentConfig) -> ServerConfig:
         seed=config.seed,
         cluster=config.cluster,
         model=config.model,
-        llm_server=LLMServerConfig(host=config.cluster.bound, embedded=embedded),
+        llm_server=replace(LLMServerConfig(host=config.cluster.bound), embedded=embedded),
     )

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from arealite.algo import linear
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
-from arealite.ext.embedded.decode_loop import Job
-from arealite.ext.embedded.protocol import Refusal
+from arealite.ext.embedded.decode_loop import LoopCommand
+from arealite.ext.embedded.protocol import RequestRefused
 from arealite.impl.engine.loading import DTYPES, attention_of
 from arealite.impl.weights.buckets import Layout, Named
-from arealite.impl.weights.tensor_names import Parts, TensorNames
+from arealite.impl.weights.tensor_names import PartialGroups, TensorNames
 
 FLOATS = {*DTYPES.values(), torch.float64}
 
@@ -40,32 +40,32 @@ class ServedWeights:
         """Return the model's tensor that contains a tensor of the folder, whole or as a part.
 
         Raises:
-            Refusal: The folder has no such tensor, or one of another shape or kind of number.
+            RequestRefused: The folder lacks the tensor, or its shape or kind of number differs.
         """
         header = self.names.headers.get(name)
         if header is None:
-            raise Refusal(f"Failed to update weights: '{name}' is no tensor of the model.")
+            raise RequestRefused(f"Failed to update weights: '{name}' is no tensor of the model.")
         if shape != header.shape:
-            raise Refusal(
+            raise RequestRefused(
                 f"Failed to update weights: '{name}' has shape {shape}, the model {header.shape}."
             )
         target = self.tensors[self.names.target(name)]
         is_float = dtype in FLOATS
         if target.is_floating_point() != is_float:
-            raise Refusal(
+            raise RequestRefused(
                 f"Failed to update weights: '{name}' has dtype {dtype}, the model {target.dtype}."
             )
         return target
 
 
-def stage_weights(weights: ServedWeights, path: str) -> Job:
+def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
     """Check a folder of safetensors against the tensors of a model.
 
     Returns:
         A function that copies everything into the model. The tensors are mapped from the files.
 
     Raises:
-        Refusal: The folder or a tensor does not fit; the model is untouched.
+        RequestRefused: The folder or a tensor does not fit; the model is untouched.
     """
     named: list[Named] = []
     for file in _files(path):
@@ -76,17 +76,17 @@ def stage_weights(weights: ServedWeights, path: str) -> Job:
     names = {name for name, _ in named}
     missing = weights.names.missing(names)
     if missing:
-        raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
+        raise RequestRefused(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
 
 
 def stage_tensors(
     weights: ServedWeights,
     named: list[Named],
-    parts: Parts,
+    parts: PartialGroups,
     *,
     is_last: bool = False,
-) -> Job:
+) -> LoopCommand:
     """Check tensors, which may be a part of the model; return a function that copies them.
 
     Args:
@@ -96,7 +96,7 @@ def stage_tensors(
         is_last: Whether no tensors follow.
 
     Raises:
-        Refusal: A tensor does not fit, or a group remains incomplete; the model is untouched.
+        RequestRefused: A tensor does not fit, or a group is incomplete; the model is untouched.
     """
     for name, tensor in named:
         target = weights.target(name, list(tensor.shape), tensor.dtype)
@@ -105,7 +105,9 @@ def stage_tensors(
         received_names = {name for name, _ in named}.union(*parts.values())
         missing = weights.names.missing(received_names, whole=False)
         if missing:
-            raise Refusal(f"Failed to update weights: not received: {', '.join(missing[:5])}.")
+            raise RequestRefused(
+                f"Failed to update weights: not received: {', '.join(missing[:5])}."
+            )
 
     def load() -> None:
         with torch.no_grad():
@@ -119,19 +121,19 @@ def check_layout(weights: ServedWeights, layout: Layout) -> None:
     """Check the description of tensors before they are received.
 
     Raises:
-        Refusal: A tensor would not fit.
+        RequestRefused: A tensor would not fit.
     """
     num_names = len(layout.names)
     has_repeated_names = len(set(layout.names)) != num_names
     if has_repeated_names or not num_names == len(layout.dtypes) == len(layout.shapes):
-        raise Refusal(
+        raise RequestRefused(
             "Failed to receive weights: "
             "names, dtypes and shapes differ in length, or a name is repeated."
         )
     for name, dtype_name, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise Refusal(
+            raise RequestRefused(
                 f"Failed to receive weights: '{name}' has no dtype of torch: {dtype_name!r}."
             )
         weights.target(name, shape, dtype)
@@ -145,7 +147,7 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
     largest = max(-low, high)
     is_finite = largest <= torch.finfo(target.dtype).max  # False for NaN
     if not is_finite:
-        raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
+        raise RequestRefused(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
 
 
 def _files(path: str) -> list[Path]:
@@ -154,13 +156,13 @@ def _files(path: str) -> list[Path]:
         file_names = os.listdir(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error  # without the path, which may be long
-        raise Refusal(f"Failed to get weights iterator: {path[:200]!r}: {reason}") from error
+        raise RequestRefused(f"Failed to get weights iterator: {path[:200]!r}: {reason}") from error
     files = sorted(Path(path, name) for name in file_names if name.endswith(".safetensors"))
     for file in files:
         if not file.is_file():  # to open a FIFO would block
-            raise Refusal(f"Failed to get weights iterator: {file} is not a regular file.")
+            raise RequestRefused(f"Failed to get weights iterator: {file} is not a regular file.")
     if not files:
-        raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
+        raise RequestRefused(f"Failed to get weights iterator: no safetensors in {path}.")
     return files
 
 
@@ -170,7 +172,7 @@ def _read(file: Path) -> list[Named]:
         with safe_open(file, framework="pt") as opened:
             return [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
+        raise RequestRefused(f"Failed to get weights iterator: {file}: {error}") from error
 
 
 def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:

@@ -33,11 +33,11 @@ from arealite.cli.line_wrap import fold
 from arealite.cli.options import Word, describe, translate
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.samples import Samples
-from arealite.system.data.row_files import SUFFIXES, Row, write_rows
+from arealite.system.data.row_files import SUFFIXES, FileRow, write_rows
 
 WORDS = (*sampling_run.words("train"), Word("--filter-reward", "R", "min_reward={}"))
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))
-Key = tuple[int, int, str]
+SampleKey = tuple[int, int, str]
 """(task, sample, seat)."""
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if num_rows else 1
 
 
-def select(config: CollectConfig, num_tasks: int, samples: Samples) -> set[Key]:
+def select(config: CollectConfig, num_tasks: int, samples: Samples) -> set[SampleKey]:
     """Select trajectories: rewards within the bounds, then the `best_of` of each task and seat.
 
     A trajectory without a score is within no bound, and comes after all others.
@@ -77,7 +77,7 @@ def select(config: CollectConfig, num_tasks: int, samples: Samples) -> set[Key]:
             if _is_within_bounds(config, header.reward):
                 rank = inf if header.reward is None else -header.reward
                 ranked_members[task, header.seat].append((rank, member))
-    selected = set[Key]()
+    selected = set[SampleKey]()
     for (task, seat), members in ranked_members.items():
         for _, member in sorted(members)[: config.best_of or None]:
             selected.add((task, member, seat))
@@ -98,9 +98,9 @@ def _is_within_bounds(config: CollectConfig, reward: float | None) -> bool:
 def rows(
     tasks: Sequence[Task],
     samples: Samples,
-    selected: set[Key],
+    selected: set[SampleKey],
     decode: Callable[..., object],
-) -> Iterator[Row]:
+) -> Iterator[FileRow]:
     """Yield one row for each segment of the `selected` trajectories, ordered by task and sample."""
     for task, member, headers in samples.headers():
         keys = [(task, member, header.seat) for header in headers]
@@ -120,7 +120,7 @@ def rows(
                 }
 
 
-def shared_columns(task: Task, header: TrajectoryHeader) -> Row:
+def shared_columns(task: Task, header: TrajectoryHeader) -> FileRow:
     """Return the columns that are equal in all rows of a trajectory."""
     is_text = isinstance(task.prompt, str)
     return {
@@ -137,7 +137,7 @@ def shared_columns(task: Task, header: TrajectoryHeader) -> Row:
     }
 
 
-def columns(segment: Segment, decode: Callable[..., object]) -> Row:
+def columns(segment: Segment, decode: Callable[..., object]) -> FileRow:
     """Return the columns of a segment: its tokens, and the sampled tokens as text."""
     tokens = np.frombuffer(segment.tokens, "<i4")
     mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
+from arealite.algo.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pass_at_k
 from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
@@ -30,16 +31,15 @@ from arealite.cli import configs, preflight
 from arealite.cli.line_wrap import fold
 from arealite.cli.options import describe, translate
 from arealite.ext.evaluation import sampling_run
-from arealite.ext.evaluation.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pass_at_k
 from arealite.ext.evaluation.samples import Samples
-from arealite.ext.view.terminal import Terminal
+from arealite.impl.launcher.terminal import Terminal
 
 WORDS = sampling_run.words("eval")
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 INTERVALS = "95 %; pass@k: Wilson over tasks; reward: normal over tasks"
 UNKNOWN = Estimate(inf, inf, inf)
 """The mean of no values; null in JSON."""
-Score = dict[str, Any]
+EvalScores = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,7 +89,7 @@ def _output_file(config: EvaluateConfig) -> Path:
     return out
 
 
-def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> Score:
+def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> EvalScores:
     """Return the result as JSON: one row for each source and seat, and the failures."""
     headers_by_task: defaultdict[tuple[str, str], defaultdict[int, list[TrajectoryHeader]]]
     headers_by_task = defaultdict(lambda: defaultdict(list))
@@ -133,7 +133,7 @@ def _ks(config: EvaluateConfig, tasks: Sequence[Task]) -> Sequence[int]:
 
 def score(
     config: EvaluateConfig, ks: Sequence[int], by_task: Sequence[Sequence[TrajectoryHeader]]
-) -> Score:
+) -> EvalScores:
     """Return the averages of one seat over the tasks of one source.
 
     Samples without a score are counted. They take no part in `reward` and `pass`.
@@ -173,7 +173,7 @@ def as_json(estimate: Estimate) -> dict[str, float | None]:
     }
 
 
-def show(result: Score) -> None:
+def show(result: EvalScores) -> None:
     """Print the result as a table with one number per line, narrow enough for any terminal."""
     table = Table(title=f"{result['model']}, n={result['n']}", caption=result["intervals"])
     for name in ("source", "what", "mean", "95 %"):
@@ -187,7 +187,7 @@ def show(result: Score) -> None:
         print(fold(f"{failure['attempts']} × {name}: {failure['first']}"))
 
 
-def _add_rows(table: Table, row: Score) -> None:
+def _add_rows(table: Table, row: EvalScores) -> None:
     """Add the rows of one source and seat to the table; the first row names them."""
     label = row["source"] or "all"
     if row["seat"] != "agent":

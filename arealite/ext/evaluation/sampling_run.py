@@ -27,13 +27,14 @@ from arealite.cli import configs, preflight
 from arealite.cli.options import Word
 from arealite.cli.packages import check_sampling_packages
 from arealite.cli.role import with_externals
+from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
 from arealite.ext.evaluation.samples import Samples
-from arealite.ext.evaluation.task_sampler import ObservingCollector, Sampler
+from arealite.ext.self_check.template import check_template
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts
-from arealite.system.data.tasks import GENERATED, check_first_rows, load_split
+from arealite.system.data.prompts import check_prompts, check_rendering, uses_template
+from arealite.system.data.tasks import FIRST_ROWS, GENERATED, check_first_rows, load_split
 from arealite.system.locks import lock_file
 from arealite.system.names.name_registry import Entry, NameRegistry
 
@@ -153,7 +154,7 @@ async def _sample(
         collector=collector,
         samples=samples,
         split="train" if split == "train" else "eval-0",
-        progress=Progress(config),
+        progress=SampleProgress(config),
     )
 
     async def work() -> None:
@@ -177,7 +178,7 @@ def report_failed(failed: Counter[str]) -> int:
     return int(bool(failed))
 
 
-class Progress:
+class SampleProgress:
     """Prints the number of finished samples on stderr, every SHOW_S seconds."""
 
     def __init__(self, config: SamplingRunConfig) -> None:
@@ -212,8 +213,17 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
         entries = preflight.find_servers(config, model)
     config = _with_sampling(config, options_of(config, split))
     check_prompts(config, tasks, preflight.contexts(config, model, entries))
-    for warning in preflight.check_templates(config, tasks):
+    for warning in _template_warnings(config, tasks):
         print(f"{config.name}: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _template_warnings(config: SamplingRunConfig, tasks: Sequence[Task]) -> list[str]:
+    """Check the chat template, and the first prompts that go through it; return warnings."""
+    if not uses_template(config, tasks):
+        return []
+    tokenizer = load_tokenizer(config.model.path)
+    faults = check_template(config, tokenizer)
+    return [*check_rendering(config, tasks[:FIRST_ROWS], tokenizer), *faults]
 
 
 def _with_sampling(config: SamplingRunConfig, sampling: SamplingConfig) -> SamplingRunConfig:

@@ -243,7 +243,7 @@ def bounded(url: str, seconds: float) -> Wait:
     """Return a wait for the reply to a request of `url`."""
     _, _, address, *_ = url.split("/")
     return Wait(
-        what=f"an answer of {url}",
+        event=f"an answer of {url}",
         owner="external servers",
         on=f"llm_server-{entry_id(address)}",
         seconds=seconds,

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,9 +20,9 @@ from arealite.api.observation import ChatMessage
 from arealite.ext.gateway import tree
 from arealite.ext.gateway.apis import past_messages
 from arealite.ext.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
-from arealite.ext.gateway.request_data import Answer, ApiError, ChatRequest
-from arealite.ext.gateway.text_completions import Completions
-from arealite.ext.gateway.tree import Item, Key, Node, Prompt, Sample
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer
+from arealite.ext.gateway.text_completions import TextCompletions
+from arealite.ext.gateway.tree import Key, KeyedMessage, MessageNode, Prompt, Sample
 from arealite.impl.agent.history import ending, first
 from arealite.system.data.forms import tool_calls
 from arealite.system.data.templates import decode
@@ -35,7 +35,8 @@ _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gateway")
 for its switch interval."""
 
 
-class Start(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptStart:
     """The beginning of a prompt."""
 
     base: Sample | None
@@ -47,12 +48,13 @@ class Start(NamedTuple):
     """Text of the template after `base`."""
 
 
-class LatestRequest(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestRequest:
     """The latest request, which the next one usually repeats."""
 
     items: list[bytes]
     tools: list[Any]
-    node: Node
+    node: MessageNode
     """The last message."""
     base: Sample | None
     """The last sampled answer."""
@@ -65,7 +67,7 @@ class LatestRequest(NamedTuple):
         return request.items[:count] == self.items
 
 
-class Conversation:
+class SeatConversations:
     """The conversations of one seat; those with an equal beginning share it."""
 
     def __init__(self, renderer: Renderer) -> None:
@@ -73,11 +75,11 @@ class Conversation:
         self.is_incremental = True
         """False: an incremental rendering differed from that of the whole conversation, and whole
         renderings are used since."""
-        self._roots: dict[bytes, Node] = {}
+        self._roots: dict[bytes, MessageNode] = {}
         """The root of the tree for each set of tools; a key is the JSON of the tools."""
         self._samples: dict[str, Sample] = {}
         """By id of the answer."""
-        self._completions = Completions(renderer)
+        self._completions = TextCompletions(renderer)
         self._latest: LatestRequest | None = None
         self._is_begun = False
 
@@ -116,7 +118,7 @@ class Conversation:
             num_characters, self._make_prompt, request, node, base, reason, is_checked
         )
 
-    def add(self, prompt: Prompt, answer: Answer) -> None:
+    def add(self, prompt: Prompt, answer: ParsedAnswer) -> None:
         """Add an answer to the tree."""
         response = answer.response
         output_ids = response.output_ids if response else []
@@ -129,7 +131,7 @@ class Conversation:
             return
         message = answer.message()
         accepted = self._acceptable(node, message, prompt, output_ids, stop)
-        item = Item(tree.key_of(message), accepted)
+        item = KeyedMessage(tree.key_of(message), accepted)
         child = self._child(node, self._with_call_ids(item))
         node.children[item.key] = child
         num_base_tokens = prompt.base.num_tokens if prompt.base else 0
@@ -148,7 +150,7 @@ class Conversation:
 
     def _acceptable(
         self,
-        node: Node,
+        node: MessageNode,
         message: ChatMessage,
         prompt: Prompt,
         output_ids: list[int],
@@ -167,7 +169,7 @@ class Conversation:
 
     # ------------------------------------------------------------ the tree
 
-    def _find(self, request: ChatRequest) -> tuple[Node, Sample | None, str]:
+    def _find(self, request: ChatRequest) -> tuple[MessageNode, Sample | None, str]:
         """Look up the messages of a request; add new ones.
 
         Returns:
@@ -204,23 +206,23 @@ class Conversation:
             )
         return node, base, reason
 
-    def _root(self, tools: list[Any]) -> tuple[Node, str]:
+    def _root(self, tools: list[Any]) -> tuple[MessageNode, str]:
         """Return the root of the conversations with some tools, and the reason for its branches."""
         tools_json = msgspec.json.encode(tools)
         root = self._roots.get(tools_json)
         if root is not None:
             return root, "edited"
-        root = Node(kinds=TOOLS if tools else 0)
+        root = MessageNode(kinds=TOOLS if tools else 0)
         self._roots[tools_json] = root
         return root, "tools"
 
     def _walk(
         self,
-        node: Node,
+        node: MessageNode,
         base: Sample | None,
-        items: list[Item],
+        items: list[KeyedMessage],
         preferred: Sample | None,
-    ) -> tuple[Node, Sample | None]:
+    ) -> tuple[MessageNode, Sample | None]:
         """Return the node of the last of `items` after `node`, and the last sampled answer.
 
         Args:
@@ -247,16 +249,16 @@ class Conversation:
                 tree_ids |= zip(sent_ids, ids_in_tree, strict=False)
         return node, base
 
-    def _with_call_ids(self, item: Item) -> Item:
+    def _with_call_ids(self, item: KeyedMessage) -> KeyedMessage:
         """Return a message with the ids of its calls in its key, if the template writes ids."""
         calls = item.key.calls
         if not item.is_assistant or not calls or not self.renderer.has_ids:
             return item
         ids = repr(tree.call_ids(item.message)).encode()
         calls += (("", ids),)
-        return Item(item.key._replace(calls=calls), item.message)
+        return KeyedMessage(item.key._replace(calls=calls), item.message)
 
-    def _renamed(self, item: Item, tree_ids: Mapping[object, object]) -> Item:
+    def _renamed(self, item: KeyedMessage, tree_ids: Mapping[object, object]) -> KeyedMessage:
         """Return a tool's result with the id that its call has in the tree."""
         if item.key.role != "tool" or not self.renderer.has_ids:
             return item
@@ -267,9 +269,11 @@ class Conversation:
             content=item.key.content,
             calls=((str(tree_id), b""),),
         )
-        return Item(key, {**item.message, "tool_call_id": tree_id})
+        return KeyedMessage(key, {**item.message, "tool_call_id": tree_id})
 
-    def _continue(self, previous: str, items: list[Item]) -> tuple[Sample, list[Item]]:
+    def _continue(
+        self, previous: str, items: list[KeyedMessage]
+    ) -> tuple[Sample, list[KeyedMessage]]:
         """Return the answer `previous`; and the messages up to it, then `items`.
 
         The instructions of a request replace those of the request before.
@@ -282,13 +286,13 @@ class Conversation:
             raise ApiError(
                 404, f"No answer of this session has the id {previous}. Send all messages."
             )
-        earlier = [Item(node.key, node.message) for node in sample.node.path()]
+        earlier = [KeyedMessage(node.key, node.message) for node in sample.node.path()]
         if earlier[0].is_system:
             earlier = earlier[1:]
         num_instructions = 1 if items and items[0].is_system else 0
         return sample, items[:num_instructions] + earlier + items[num_instructions:]
 
-    def _child(self, node: Node, item: Item) -> Node:
+    def _child(self, node: MessageNode, item: KeyedMessage) -> MessageNode:
         """Return the node of a message after `node`; create it if there is none."""
         child = node.children.get(item.key)
         if child is None:
@@ -296,7 +300,7 @@ class Conversation:
             node.children[item.key] = child
         return child
 
-    def _new_child(self, node: Node, item: Item) -> Node:
+    def _new_child(self, node: MessageNode, item: KeyedMessage) -> MessageNode:
         key = item.key
         message = item.message
         kinds = node.kinds
@@ -311,7 +315,7 @@ class Conversation:
             message = {**message, "role": "user"}
         num_characters = len(key.content)
         num_characters += sum([len(arguments) for _, arguments in key.calls])
-        return Node(
+        return MessageNode(
             parent=node,
             key=key,
             message=self.renderer.prepare(message),
@@ -325,7 +329,7 @@ class Conversation:
     def _make_prompt(
         self,
         request: ChatRequest,
-        node: Node,
+        node: MessageNode,
         base: Sample | None,
         reason: str,
         is_checked: bool,
@@ -395,11 +399,11 @@ class Conversation:
 
     def _start(
         self,
-        node: Node,
+        node: MessageNode,
         base: Sample | None,
         tools: list[Any],
         is_checked: bool,
-    ) -> Start:
+    ) -> PromptStart:
         """Return the tokens to keep and the text to tokenise for an answer to `node`."""
         base_request = base.prompt.node if base is not None else None
         if base is None or base_request is None:
@@ -427,11 +431,11 @@ class Conversation:
 
     def _start_rewritten(
         self,
-        node: Node,
+        node: MessageNode,
         answers: list[Sample],
         tools: Sequence[Any],
         num_repeated: int,
-    ) -> Start:
+    ) -> PromptStart:
         """Return the start of a prompt in which the template repeats only some answers.
 
         Args:
@@ -454,22 +458,25 @@ class Conversation:
         prompt = rewritten.prompt
         if prompt.header is None or not text_after.startswith(prompt.template_text):
             return start
-        return start._replace(
+        return replace(
+            start,
             reused_ids=rewritten.ids[: prompt.header],
             new_text=text_after[len(prompt.template_text) :],
         )
 
-    def _start_after(self, base: Sample, text_after: str) -> Start:
+    def _start_after(self, base: Sample, text_after: str) -> PromptStart:
         """Return the start of a prompt that continues an answer by a text of the template."""
         turn = self.renderer.ending(base.node.kinds & TOOLS, base.message).turn
-        return Start(
+        return PromptStart(
             base=base,
             reused_ids=base.ids,
             new_text=self.renderer.remaining(text_after, base.stop, turn),
             template_text=text_after,
         )
 
-    def _render_whole(self, node: Node, answers: Sequence[Sample], tools: Sequence[Any]) -> str:
+    def _render_whole(
+        self, node: MessageNode, answers: Sequence[Sample], tools: Sequence[Any]
+    ) -> str:
         """Render a conversation with stand-ins for some answers."""
         messages = [message_node.message for message_node in node.path()]
         for number, answer in enumerate(answers):
@@ -487,9 +494,9 @@ def is_power_of_two(num_turns: int) -> bool:
     return num_turns & (num_turns - 1) == 0
 
 
-def _start_anew(whole_text: str) -> Start:
+def _start_anew(whole_text: str) -> PromptStart:
     """Return the start of a prompt without tokens of earlier turns."""
-    return Start(
+    return PromptStart(
         base=None,
         reused_ids=[],
         new_text=whole_text,
@@ -497,16 +504,16 @@ def _start_anew(whole_text: str) -> Start:
     )
 
 
-def _parse(item: bytes) -> list[Item]:
+def _parse(item: bytes) -> list[KeyedMessage]:
     """Convert a part of a request to messages; short parts are converted once."""
     convert = _converted if len(item) <= LONG else _converted.__wrapped__
     return convert(item)
 
 
 @lru_cache(maxsize=2**14)
-def _converted(item: bytes) -> list[Item]:
+def _converted(item: bytes) -> list[KeyedMessage]:
     messages = past_messages.messages(item)
-    return [Item(tree.key_of(message), message) for message in messages]
+    return [KeyedMessage(tree.key_of(message), message) for message in messages]
 
 
 async def _run(size: int, function: Callable[..., Prompt], *args: object) -> Prompt:

@@ -12,18 +12,18 @@ from msgspec.structs import replace
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
-from arealite.ext.gateway.request_data import Call
+from arealite.ext.gateway.request_data import ParsedCall
 
-Tools = Sequence[dict[str, Any]]
+ToolSchemas = Sequence[dict[str, Any]]
 """OpenAI function schemas: {"type": "function", "function": {"name", "parameters", …}}."""
 
 
-class Part(NamedTuple):
+class MarkedPart(NamedTuple):
     """The calls that begin at a marker or, without calls, the header of a thought or a text."""
 
     end: int
     """Index after the part."""
-    calls: Sequence[Call] = ()
+    calls: Sequence[ParsedCall] = ()
     """Their ids are the model's own; "" without one."""
     mode: str = "start"
     """What follows: "start" (anything), "thought" or "text"."""
@@ -82,7 +82,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
             return self.named.partition("{name}")[0]
         return self.named.replace("{name}", tool_name)
 
-    def parse(self, answer: str, at: int, tools: Tools) -> Part:
+    def parse(self, answer: str, at: int, tools: ToolSchemas) -> MarkedPart:
         """Read the part at the marker at an index.
 
         Raises:
@@ -122,7 +122,7 @@ def _decoded(decode: Callable[[str], Any], json_text: str, *, rule: str, at: int
         raise CallError(f"{reason}: {error}", at) from error
 
 
-def read_json(family: Family, answer: str, at: int, tools: Tools) -> Part:
+def read_json(family: Family, answer: str, at: int, tools: ToolSchemas) -> MarkedPart:
     """Read calls that are JSON, or whose arguments are; or the header of a message."""
     head = re.compile(family.head).match(answer, at)
     if head is None:
@@ -130,7 +130,7 @@ def read_json(family: Family, answer: str, at: int, tools: Tools) -> Part:
     begin = head.end()
     if family.has_channels and not head["name"]:
         is_thought = head["channel"] == "analysis"
-        return Part(begin, mode="thought" if is_thought else "text")
+        return MarkedPart(begin, mode="thought" if is_thought else "text")
     json_end = _end_of_json(answer, begin)
     end = _end_after_close(family, answer, json_end)
     body = answer[begin:json_end]
@@ -138,14 +138,14 @@ def read_json(family: Family, answer: str, at: int, tools: Tools) -> Part:
     groups = head.groupdict()
     name = groups.get("name")
     if not name:
-        return Part(end, _calls_in_json(family, body, raw, at))
-    call = Call(
+        return MarkedPart(end, _calls_in_json(family, body, raw, at))
+    call = ParsedCall(
         id=groups.get("id") or "",
         name=name,
         arguments=body,
         raw=raw,
     )
-    return Part(end, [call])
+    return MarkedPart(end, [call])
 
 
 def _end_of_json(answer: str, begin: int) -> int:
@@ -179,17 +179,17 @@ def _end_after_close(family: Family, answer: str, json_end: int) -> int:
     return close_start + len(close)
 
 
-def _calls_in_json(family: Family, body: str, raw: str, at: int) -> list[Call]:
+def _calls_in_json(family: Family, body: str, raw: str, at: int) -> list[ParsedCall]:
     """Return the calls of an object or a list, with their names inside.
 
     The first has the whole text, each other its own name and arguments.
     """
     objects_json = body if body[0] == "[" else f"[{body}]"
     rule = 'a call must be an object with a "name"'
-    calls = list[Call]()
+    calls = list[ParsedCall]()
     for fields in _decoded(_decode_calls, objects_json, rule=rule, at=at):
         arguments = bytes(getattr(fields, family.key)).decode()
-        call = Call(
+        call = ParsedCall(
             id=str(fields.id),
             name=fields.name,
             arguments=arguments,
@@ -199,7 +199,7 @@ def _calls_in_json(family: Family, body: str, raw: str, at: int) -> list[Call]:
     return calls
 
 
-def read_tags(family: Family, answer: str, at: int, tools: Tools) -> Part:
+def read_tags(family: Family, answer: str, at: int, tools: ToolSchemas) -> MarkedPart:
     """Read a call whose arguments are tags with unquoted values."""
     tail = re.compile(family.tail).search(answer, at)
     if tail is None:
@@ -220,16 +220,16 @@ def read_tags(family: Family, answer: str, at: int, tools: Tools) -> Part:
         arguments_json[key] = to_json(unquoted, _get(schemas, key))
     fields = [f"{_json(key)}: {argument}" for key, argument in arguments_json.items()]
     end = tail.end()
-    call = Call(
+    call = ParsedCall(
         id="",
         name=name,
         arguments="{" + ", ".join(fields) + "}",
         raw=answer[at:end],
     )
-    return Part(end, [call])
+    return MarkedPart(end, [call])
 
 
-def _schemas_of_arguments(tools: Tools, name: str) -> object:
+def _schemas_of_arguments(tools: ToolSchemas, name: str) -> object:
     """Return the schemas of a tool's arguments by name; None if the tool is unknown."""
     for tool in tools:
         if _get(tool, "function", "name") == name:

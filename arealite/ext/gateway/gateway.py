@@ -28,7 +28,7 @@ from arealite.ext.gateway.openapi import SESSIONS, decode_lease, decode_reward, 
 from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.reply import Reply
 from arealite.ext.gateway.request_data import ApiError
-from arealite.ext.gateway.session import Session, SessionSeat, internal, session_ended
+from arealite.ext.gateway.session import GatewaySession, SessionSeat, internal, session_ended
 from arealite.impl.http_guard import refusal_of_page
 from arealite.impl.http_limits import LimitedRunner
 
@@ -62,14 +62,14 @@ class Gateway:
         self.config = config
         self.args = args
         self._token = token.encode()
-        self.offered = asyncio.Queue[Session]()
+        self.offered = asyncio.Queue[GatewaySession]()
         """Sessions that agents can take."""
         self.url = ""
         self.context: int | None = None
         """Context length of the servers; None: not known yet."""
         self.warned = set[str]()
         """Options of requests that were logged as ignored."""
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, GatewaySession] = {}
         self._seats: dict[str, SessionSeat] = {}
         """The seats of running sessions, by their API key."""
         self._ended: dict[str, None] = {}
@@ -128,7 +128,7 @@ class Gateway:
             await session.close()
         await self._runner.cleanup()
 
-    def open(self, task: Task, agents: Mapping[str, Agent]) -> Session:
+    def open(self, task: Task, agents: Mapping[str, Agent]) -> GatewaySession:
         """Return a new session. The gateway must listen.
 
         Args:
@@ -138,7 +138,7 @@ class Gateway:
         Raises:
             UserError: `gateway.parser` is no known format.
         """
-        session = Session(task, agents, self)
+        session = GatewaySession(task, agents, self)
         self.sessions[session.id] = session
         self._seats |= {seat.key: seat for seat in session.seats.values()}
         return session
@@ -150,7 +150,7 @@ class Gateway:
             self._renderer = Renderer(tokenizer, family)
         return self._renderer
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: GatewaySession) -> None:
         """Refuse the keys of a session from now on."""
         self.sessions.pop(session.id, None)
         for seat in session.seats.values():
@@ -342,7 +342,7 @@ class Gateway:
             raise
         return response
 
-    async def _next_offered(self, wait_s: float) -> Session:
+    async def _next_offered(self, wait_s: float) -> GatewaySession:
         """Wait for a session that agents can take and that has not ended.
 
         Raises:
@@ -357,7 +357,7 @@ class Gateway:
         except TimeoutError:
             raise ApiError(429, "no task is waiting; retry later", "no_task") from None
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> GatewaySession:
         """Return the session in the path; `current` is the session of the key.
 
         Raises:
@@ -420,7 +420,7 @@ def _keys(request: web.Request) -> tuple[str, str]:
     return bearer_key, headers.get("x-api-key", "")
 
 
-def _describe(session: Session) -> dict[str, Any]:
+def _describe(session: GatewaySession) -> dict[str, Any]:
     """Return the state of a session."""
     reward = None
     if session.reported is not None:

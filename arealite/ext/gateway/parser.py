@@ -10,9 +10,15 @@ from msgspec.structs import replace
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
-from arealite.ext.gateway.families import FAMILIES, CallError, Family, Part, Tools, skip
+from arealite.ext.gateway.families import FAMILIES, CallError, Family, MarkedPart, ToolSchemas, skip
 from arealite.ext.gateway.rendering import Renderer
-from arealite.ext.gateway.request_data import Answer, Call, ChatRequest, Delta, StopReason
+from arealite.ext.gateway.request_data import (
+    ChatRequest,
+    Delta,
+    ParsedAnswer,
+    ParsedCall,
+    StopReason,
+)
 from arealite.ext.gateway.tree import Prompt
 from arealite.impl.agent.history import ending
 from arealite.system.data.templates import decode
@@ -27,13 +33,13 @@ MAX_REPLACEMENTS = 3
 """Most replacement characters at the end of a text that may be the bytes of half a character."""
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A part of an answer."""
 
     kind: str
     """One of "text", "thought" and "call"."""
     content: str
-    call: Call | None = None
+    call: ParsedCall | None = None
 
 
 def unfinished(unread: str, words: Iterable[str], start: int = 0) -> int:
@@ -51,7 +57,7 @@ def unfinished(unread: str, words: Iterable[str], start: int = 0) -> int:
 class Scanner:
     """Splits an answer of a family into pieces. Time is linear in the length of the answer."""
 
-    def __init__(self, family: Family, tools: Tools = (), *, has_calls: bool = True) -> None:
+    def __init__(self, family: Family, tools: ToolSchemas = (), *, has_calls: bool = True) -> None:
         if not has_calls and not family.has_channels:
             family = replace(family, openers=(), first=(), noise=())
         self.family = family
@@ -64,7 +70,7 @@ class Scanner:
         """Index in `unread`."""
         self.new_text = ""
         """Text that is not added to `unread` yet."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[AnswerPiece] = []
         self.first = [*family.first]
         if family.think[0]:
             self.first.append(family.think[0])
@@ -76,7 +82,7 @@ class Scanner:
         """Markers that may end a text or a thought."""
         self.patterns = {mode: _any_of(markers) for mode, markers in self.ends.items()}
 
-    def feed(self, new_text: str, *, is_end: bool = False) -> list[Piece]:
+    def feed(self, new_text: str, *, is_end: bool = False) -> list[AnswerPiece]:
         """Return the pieces that are certain after more text; at the end, all that are left."""
         self.new_text += new_text
         is_long = len(self.unread) > SHORT
@@ -141,7 +147,7 @@ class Scanner:
             num_uncertain = unfinished(self.unread, self.ends[self.mode], self.at)
             end = len(self.unread) - num_uncertain
         if end > self.at:
-            piece = Piece(self.mode, self.unread[self.at : end])
+            piece = AnswerPiece(self.mode, self.unread[self.at : end])
             self.pieces.append(piece)
         self.at = end
         if not marker:
@@ -161,22 +167,22 @@ class Scanner:
             end = self._end_of_malformed(error, is_end)
             if end is None:
                 return False
-            malformed = Call(
+            malformed = ParsedCall(
                 error=str(error),
                 raw=self.unread[self.at : end],
             )
-            part = Part(end, [malformed])
+            part = MarkedPart(end, [malformed])
         raw = self.unread[self.at : part.end]
         self.at = part.end
         if raw[0] == "{" and '"name"' not in raw:  # JSON, but not a call
             self.mode = "text"
-            self.pieces.append(Piece("text", raw))
+            self.pieces.append(AnswerPiece("text", raw))
             return True
         self.mode = part.mode
         for call in part.calls:
-            self.pieces.append(Piece("call", call.raw, call))
+            self.pieces.append(AnswerPiece("call", call.raw, call))
         if not part.calls:  # a header: separates a message from the one before
-            self.pieces.append(Piece(self.mode, "\n"))
+            self.pieces.append(AnswerPiece(self.mode, "\n"))
         return True
 
     def _end_of_malformed(self, error: CallError, is_end: bool) -> int | None:
@@ -199,7 +205,7 @@ def _any_of(markers: Iterable[str]) -> re.Pattern[str]:
 
 
 def read_calls(
-    answer: str, family: Family, tools: Tools = (), *, ids: str = "call_{}"
+    answer: str, family: Family, tools: ToolSchemas = (), *, ids: str = "call_{}"
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """Return the text around the calls of a whole answer, and its calls, also malformed ones.
 
@@ -233,7 +239,7 @@ class Parser:
         renderer: Has the model's tokenizer and family.
         request: The request that is answered.
         prompt: Its prompt.
-        id: `Answer.id`.
+        id: `ParsedAnswer.id`.
         index: Number of the answer, below `request.n`.
     """
 
@@ -255,7 +261,7 @@ class Parser:
         self.has_calls = bool(request.tools) and request.tool_choice != "none"
         self.scanner = Scanner(self.family, request.tools, has_calls=self.has_calls)
         self.scanner.new_text = prompt.opening  # read with the first text
-        self.decoder = Decoder(renderer.tokenizer)
+        self.decoder = StreamDecoder(renderer.tokenizer)
         self.tokenizer = renderer.tokenizer
         self.num_fed = 0
         """Number of tokens that were fed."""
@@ -266,7 +272,7 @@ class Parser:
         self.stop_string = ""
         self.thought = TrimmedText(is_raw=self.is_raw)
         self.answer_text = TrimmedText(is_raw=self.is_raw)
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
         self.malformed = 0
 
     def feed(self, new_ids: Sequence[int]) -> list[Delta]:
@@ -278,7 +284,7 @@ class Parser:
             self.last_ids.append(ids.pop())
         return self._read(self.decoder.decode(ids), is_end=False)
 
-    def finish(self, response: LLMResponse) -> tuple[list[Delta], Answer]:
+    def finish(self, response: LLMResponse) -> tuple[list[Delta], ParsedAnswer]:
         """Return the remaining deltas, the last one with kind "end", and the answer.
 
         Tokens of the response that were not fed are read first.
@@ -293,12 +299,12 @@ class Parser:
         deltas.append(Delta(kind="end", answer=answer, index=self.index))
         return deltas, answer
 
-    def _answer(self, response: LLMResponse) -> Answer:
+    def _answer(self, response: LLMResponse) -> ParsedAnswer:
         """Return the answer after all its tokens were read."""
         tokens = list[str]()
         if self.request.logprobs:
             tokens += [self.tokenizer.decode([token]) for token in response.output_ids]
-        return Answer(
+        return ParsedAnswer(
             id=self.id,
             thought="".join(self.thought.parts),
             text="".join(self.answer_text.parts),
@@ -362,9 +368,9 @@ class Parser:
         self.uncertain = unchecked[end:]
         return unchecked[:end]
 
-    def _add_call(self, call: Call) -> Delta:
+    def _add_call(self, call: ParsedCall) -> Delta:
         """Add a call to the answer."""
-        added = Call(
+        added = ParsedCall(
             id=self._id_of(call),
             name=call.name,
             arguments=call.arguments,
@@ -372,7 +378,7 @@ class Parser:
         self.calls.append(added)
         return Delta(kind="call", call=added, index=self.index)
 
-    def _id_of(self, call: Call) -> str:
+    def _id_of(self, call: ParsedCall) -> str:
         """Return the model's own id of a call, or one that depends on the history and the call.
 
         So a restarted client sends the same history again, and its turns are resumed.
@@ -420,7 +426,7 @@ class TrimmedText:
         return part
 
 
-class Decoder:
+class StreamDecoder:
     """Decodes tokens as they are sampled."""
 
     def __init__(self, tokenizer: Any) -> None:

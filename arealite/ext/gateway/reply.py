@@ -12,7 +12,7 @@ from arealite.base import log
 from arealite.base.errors import ContextOverflow
 from arealite.ext.gateway.apis import Api
 from arealite.ext.gateway.parser import Parser
-from arealite.ext.gateway.request_data import Answer, ApiError, ChatRequest, Delta
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, Delta, ParsedAnswer
 from arealite.ext.gateway.tree import Prompt
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Reply:
         self.finish()
 
     async def _until_done(
-        self, first_delta: Delta, answering: asyncio.Task[list[Answer]]
+        self, first_delta: Delta, answering: asyncio.Task[list[ParsedAnswer]]
     ) -> AsyncIterator[Delta]:
         """Yield deltas until the generation ends; raise its error."""
         delta: Delta | None = first_delta
@@ -97,7 +97,7 @@ class Reply:
             delta = await self._deltas.get()
         await answering
 
-    async def _answers(self, request: ChatRequest) -> list[Answer]:
+    async def _answers(self, request: ChatRequest) -> list[ParsedAnswer]:
         """Generate `request.n` answers to one prompt."""
         conversation = self.seat.conversation
         session = self.seat.session
@@ -128,7 +128,7 @@ class Reply:
         prompt: Prompt,
         sampling: SamplingConfig,
         index: int,
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """Generate and parse one answer."""
         seat = self.seat
         parser = Parser(

@@ -1,7 +1,7 @@
 """The data between the parts of the gateway: one request and its answers, the same for each API.
 
 `apis` converts HTTP bodies to ChatRequests and answers to HTTP bodies. `conversation` converts a
-ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and an Answer.
+ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and a ParsedAnswer.
 """
 
 from typing import Any, Literal
@@ -40,7 +40,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[int] | None = None
     """Text or tokens of /v1/completions, which has no messages."""
     previous: str = ""
-    """`Answer.id` whose conversation the items continue; "": the items are the whole history."""
+    """`ParsedAnswer.id` whose conversation the items continue; "": they are the whole history."""
     tools: list[dict[str, Any]] = []
     """OpenAI function schemas: {"type": "function", "function": {"name", …}}."""
     tool_choice: str = "auto"
@@ -73,7 +73,7 @@ def assistant(content: str, thought: str, calls: list[dict[str, Any]]) -> ChatMe
     return message
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call in an answer."""
 
     id: str = ""
@@ -86,7 +86,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Text of the call with its markers, while the answer is parsed."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One parsed answer."""
 
     id: str
@@ -95,7 +95,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Text of the thought without its markers; "" without one."""
     text: str
     """Text without thoughts, calls, the stop string and the token that ended the turn."""
-    calls: tuple[Call, ...]
+    calls: tuple[ParsedCall, ...]
     stop_reason: StopReason
     stop_string: str = ""
     prompt_tokens: int = 0
@@ -117,13 +117,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a streamed answer. The deltas of a kind add up to the field of the Answer."""
+    """A part of a streamed answer. The deltas of a kind add up to the field of the ParsedAnswer."""
 
     kind: Literal["thought", "text", "call", "end"]
     text: str = ""
-    call: Call | None = None
+    call: ParsedCall | None = None
     """A whole call, with kind "call"."""
-    answer: Answer | None = None
+    answer: ParsedAnswer | None = None
     """The whole answer, with kind "end"."""
     index: int = 0
     """Number of the answer, below `ChatRequest.n`."""

@@ -16,7 +16,7 @@ from arealite.api.agent import Agent
 from arealite.api.task import Task
 from arealite.base import errors, log
 from arealite.ext.gateway.apis import Api
-from arealite.ext.gateway.conversation import Conversation
+from arealite.ext.gateway.conversation import SeatConversations
 from arealite.ext.gateway.reply import Reply
 from arealite.ext.gateway.request_data import ApiError
 from arealite.system.health.waits import cancel_all
@@ -53,12 +53,12 @@ class Endpoint:
 class SessionSeat:
     """One seat of a session: its key, its conversation and its replies."""
 
-    def __init__(self, session: "Session", agent: Agent, gateway: "Gateway") -> None:
+    def __init__(self, session: "GatewaySession", agent: Agent, gateway: "Gateway") -> None:
         self.session = session
         self.agent = agent
         self.gateway = gateway
         self.key = f"sk-{secrets.token_urlsafe(32)}"
-        self.conversation = Conversation(gateway.renderer(agent.tokenizer))
+        self.conversation = SeatConversations(gateway.renderer(agent.tokenizer))
         self._replies: list[Reply] = []
         """All undelivered replies and the last delivered ones; repeated requests get them."""
 
@@ -152,7 +152,7 @@ class SessionSeat:
         self._replies.clear()
 
 
-class Session:
+class GatewaySession:
     """One episode of a foreign agent. The environment closes it before it rewards the agents.
 
     Its context closes it, and raises the session's error in place of the episode's other failure.
@@ -186,7 +186,7 @@ class Session:
         """Of the first seat."""
         self.touch()
 
-    async def __aenter__(self) -> "Session":
+    async def __aenter__(self) -> "GatewaySession":
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:

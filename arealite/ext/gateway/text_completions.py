@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from arealite.api.episode import Origin
 from arealite.ext.gateway.rendering import Renderer
-from arealite.ext.gateway.request_data import Answer, ApiError
+from arealite.ext.gateway.request_data import ApiError, ParsedAnswer
 from arealite.ext.gateway.tree import Prompt
 from arealite.system.data.templates import tokenize
 
 
 @dataclass(eq=False, kw_only=True)
-class Completion:
+class TextCompletion:
     """The beginning of a text that continues an answer of /v1/completions."""
 
     prefix: str
@@ -20,17 +20,17 @@ class Completion:
     """`Origin.reason` of the next prompt that begins with it."""
 
 
-class Completions:
+class TextCompletions:
     """The answers of one seat that later prompts of /v1/completions may continue."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
-        self._completions: list[Completion] = []
+        self._completions: list[TextCompletion] = []
 
     def add(
         self,
         prompt: Prompt,
-        answer: Answer,
+        answer: ParsedAnswer,
         output_ids: list[int],
         stop: str,
     ) -> None:
@@ -45,10 +45,10 @@ class Completions:
         prefix = prompt.template_text + answer.text
         ids = prompt.ids + output_ids
         if stop:  # a client may go on without the token that ended the answer
-            without_stop = Completion(prefix=prefix, ids=ids[:-1], reason="edited")
+            without_stop = TextCompletion(prefix=prefix, ids=ids[:-1], reason="edited")
             self._completions.append(without_stop)
         prefix += answer.stop_string or stop
-        self._completions.append(Completion(prefix=prefix, ids=ids))
+        self._completions.append(TextCompletion(prefix=prefix, ids=ids))
 
     def prompt(self, requested: str | list[int]) -> Prompt:
         """Return the prompt of a text or of tokens, which may continue an earlier completion.
@@ -79,29 +79,29 @@ class Completions:
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise ApiError(400, f"prompt has ids that are not tokens. Ids are below {vocab_size}")
 
-    def _continued_by_text(self, prompt_text: str) -> Completion:
+    def _continued_by_text(self, prompt_text: str) -> TextCompletion:
         """Return the longest earlier completion with which a text begins."""
-        matches = list[Completion]()
+        matches = list[TextCompletion]()
         for completion in self._completions:
             if prompt_text.startswith(completion.prefix):
                 matches.append(completion)
         return self._longest(matches)
 
-    def _continued_by_ids(self, ids: list[int]) -> Completion:
+    def _continued_by_ids(self, ids: list[int]) -> TextCompletion:
         """Return the longest earlier completion with which tokens begin."""
-        matches = list[Completion]()
+        matches = list[TextCompletion]()
         for completion in self._completions:
             if ids[: len(completion.ids)] == completion.ids:
                 matches.append(completion)
         return self._longest(matches)
 
-    def _longest(self, completions: Sequence[Completion]) -> Completion:
+    def _longest(self, completions: Sequence[TextCompletion]) -> TextCompletion:
         """Return the completion with the most tokens; an empty one if there is none."""
         reason = "edited" if self._completions else "first"
-        empty = Completion(prefix="", ids=[], reason=reason)
+        empty = TextCompletion(prefix="", ids=[], reason=reason)
         return max(completions, key=lambda completion: len(completion.ids), default=empty)
 
-    def _encode(self, prompt_text: str, continued: Completion) -> list[int]:
+    def _encode(self, prompt_text: str, continued: TextCompletion) -> list[int]:
         """Tokenise a text, but for the beginning whose tokens are reused."""
         if not continued.ids:
             return tokenize(self.renderer.tokenizer, prompt_text)

@@ -29,7 +29,7 @@ class Key(NamedTuple):
     template writes ids."""
 
 
-class Item(NamedTuple):
+class KeyedMessage(NamedTuple):
     """A message of a request."""
 
     key: Key
@@ -47,10 +47,10 @@ class Item(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class Node:
+class MessageNode:
     """A message of the tree."""
 
-    parent: Node | None = None
+    parent: MessageNode | None = None
     """None: the root, which is no message."""
     key: Key = Key()
     message: ChatMessage = field(default_factory=dict[str, Any])
@@ -61,15 +61,15 @@ class Node:
     """Characters of the messages up to this one."""
     depth: int = 0
     """Number of messages up to this one; 0: the root."""
-    children: dict[Key, Node] = field(default_factory=dict[Key, "Node"])
+    children: dict[Key, MessageNode] = field(default_factory=dict[Key, "MessageNode"])
     samples: list[Sample] = field(default_factory=list["Sample"])
     """Sampled answers with this text and these calls."""
     is_asked: bool = False
     """Whether an answer to this message was requested."""
 
-    def path(self, depth: int = 0) -> list[Node]:
+    def path(self, depth: int = 0) -> list[MessageNode]:
         """Return the nodes from below `depth` to this one."""
-        nodes = list[Node]()
+        nodes = list[MessageNode]()
         node = self
         while node.depth > depth and node.parent is not None:
             nodes.append(node)
@@ -86,7 +86,7 @@ class Prompt:
     origin: Origin
     opening: str = ""
     """The end of the prompt that belongs to the answer: a thought's opener, a forced call."""
-    node: Node | None = None
+    node: MessageNode | None = None
     """The last message; None for the prompt of /v1/completions."""
     base: Sample | None = None
     """The answer whose tokens the prompt begins with."""
@@ -110,7 +110,7 @@ class Sample:
     """Text of the special token that ended the answer; "" if there is none."""
     message: ChatMessage
     """Prepared for the template."""
-    node: Node
+    node: MessageNode
     num_turns: int
     """Number of answers in prompt and answer."""
     response: LLMResponse | None
@@ -156,7 +156,7 @@ def call_ids(message: ChatMessage) -> list[object]:
     return [call.get("id") for call in tool_calls(message)]
 
 
-def merge(node: Node, items: Sequence[Item], start: int) -> tuple[Item, int]:
+def merge(node: MessageNode, items: Sequence[KeyedMessage], start: int) -> tuple[KeyedMessage, int]:
     """Merge neighbouring messages of the assistant, if possible to a known message after `node`.
 
     Returns:
@@ -173,7 +173,7 @@ def merge(node: Node, items: Sequence[Item], start: int) -> tuple[Item, int]:
     return _merged(run), len(run)
 
 
-def _merged(items: Sequence[Item]) -> Item:
+def _merged(items: Sequence[KeyedMessage]) -> KeyedMessage:
     """Join the parts of an answer: texts and thoughts by line breaks, and all calls."""
     messages = [item.message for item in items]
     message: ChatMessage = {"role": "assistant"}
@@ -181,7 +181,7 @@ def _merged(items: Sequence[Item]) -> Item:
         texts = [str(part[field_name]) for part in messages if part.get(field_name)]
         message[field_name] = "\n".join(texts)
     message["tool_calls"] = [call for part in messages for call in tool_calls(part)]
-    return Item(key_of(message), message)
+    return KeyedMessage(key_of(message), message)
 
 
 def key_of(message: ChatMessage) -> Key:

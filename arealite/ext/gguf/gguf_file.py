@@ -20,6 +20,7 @@ from typing import Any
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import check_installed, extra_requirement
 from arealite.base.files import cache_folder, sha256_of
+from arealite.cli.line_wrap import fold
 
 PACKAGES = "gguf", "accelerate"
 """Packages with which transformers reads GGUF files."""
@@ -56,6 +57,20 @@ def is_gguf(path: str) -> bool:
     if place.suffix == ".gguf":
         return True
     return not (place / "config.json").exists() and any(place.glob("*.gguf"))
+
+
+def convert_model(path: str) -> Path | None:
+    """Return the model folder of a GGUF file, and print a line if it is new; None: no GGUF file.
+
+    Raises:
+        UserError: See model_folder.
+    """
+    if not is_gguf(path):
+        return None
+    folder, line = model_folder(path)
+    if line:
+        print(fold(line), flush=True)
+    return folder
 
 
 def check_packages(option: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from arealite.api.fields import Constraints, opt, sub
+from arealite.api.part_options import EnvOptions
 from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
@@ -19,7 +20,7 @@ PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*|\{\w+\})\}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessConfig:
+class HarnessConfig(EnvOptions):
     """An agent that talks to the model through the gateway. Set one of run, command and pull."""
 
     run: str = opt("", "function that plays an episode: file.py:name or module:name")
@@ -76,7 +77,6 @@ class HarnessConfig:
         )
 
     reads_columns: ClassVar[bool] = True
-    """Whether agents get `Task.columns`."""
 
     def check_task(self, task: Task, folder: str = "") -> list[str]:
         """Return the words of `command` for a task and its folder.

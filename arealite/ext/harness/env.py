@@ -27,10 +27,10 @@ from arealite.base.errors import EpisodeError, UserError
 from arealite.base.proxies import proxy_variable
 from arealite.base.registry import unknown
 from arealite.ext.gateway.gateway import Gateway
-from arealite.ext.gateway.session import Session
+from arealite.ext.gateway.session import GatewaySession
 from arealite.ext.harness.config import HarnessConfig
-from arealite.ext.harness.function_agents import Functions
-from arealite.ext.harness.programs import AT, Finished, HarnessFailed, Programs
+from arealite.ext.harness.function_agents import HarnessFunction
+from arealite.ext.harness.programs import AT, FinishedProgram, HarnessFailed, Programs
 from arealite.ext.hosting.server.env_messages import read_token
 from arealite.ext.tools.env import arithmetic
 from arealite.system.health.waits import Wait
@@ -46,6 +46,7 @@ class HarnessEnv(Env):
     """Gives each episode's agent an endpoint, and its turns the agent's reward."""
 
     resumable = True
+    has_own_agents = True
 
     def __init__(self, args: TrialConfig, config: HarnessConfig) -> None:
         """Import the function, or check the program.
@@ -66,7 +67,17 @@ class HarnessEnv(Env):
         token = read_token(config.gateway.token_env, f"{AT}gateway.")
         self.gateway = Gateway(config.gateway, args=args, token=token)
         self.programs = Programs(config) if config.command else None
-        self.functions = Functions(config.run) if config.run else None
+        self.functions = HarnessFunction(config.run) if config.run else None
+
+    @classmethod
+    def check_row_options(cls, config: HarnessConfig, task: Task) -> None:
+        """Check the placeholders of the command."""
+        config.check_task(task)
+
+    @staticmethod
+    def scores_with_reward(config: HarnessConfig) -> bool:
+        """Return whether agents give no rewards."""
+        return config.reward_from == "function"
 
     @classmethod
     def rows(cls, config: HarnessConfig, *, split: str, seed: int) -> Iterator[Row]:
@@ -116,7 +127,7 @@ class HarnessEnv(Env):
     async def _reward_agents(
         self,
         task: Task,
-        session: Session,
+        session: GatewaySession,
         outcome: object,
         agents: dict[str, Agent],
     ) -> None:
@@ -152,7 +163,7 @@ class HarnessEnv(Env):
             agent.reward(score, **getattr(score, "parts", {}))
 
     @contextmanager
-    def _proxy_hint(self, session: Session) -> Generator[None]:
+    def _proxy_hint(self, session: GatewaySession) -> Generator[None]:
         """Name the agent's proxy in a failure of the body if the session received no request."""
         opened_at = session.last_request
         try:
@@ -167,7 +178,7 @@ class HarnessEnv(Env):
                 f"Does the client ignore NO_PROXY? {error}"
             ) from error
 
-    async def _wait_for_end(self, session: Session) -> None:
+    async def _wait_for_end(self, session: GatewaySession) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.
 
         Raises:
@@ -192,7 +203,7 @@ class HarnessEnv(Env):
     async def _scores(
         self,
         task: Task,
-        session: Session,
+        session: GatewaySession,
         outcome: Any,
     ) -> Mapping[str, Score | None]:
         """Return the reward of each seat by name; "": of all seats. None: it has no score.
@@ -201,7 +212,7 @@ class HarnessEnv(Env):
             HarnessFailed: The agent gave no reward, or one that cannot be read.
         """
         source = self.config.reward_from
-        finished = outcome if isinstance(outcome, Finished) else None
+        finished = outcome if isinstance(outcome, FinishedProgram) else None
         if session.reported is not None and source in ("auto", "posted"):
             reward, parts = session.reported
             return {"": Score(reward, **parts)}
@@ -213,7 +224,7 @@ class HarnessEnv(Env):
         if finished and source == "last_line":
             _, _, last_line = finished.stdout_tail.rpartition("\n")
             return {"": parse(last_line, "the last line of stdout")}
-        is_reward = not isinstance(outcome, str | Finished | None)
+        is_reward = not isinstance(outcome, str | FinishedProgram | None)
         if is_reward and source in ("auto", "return"):
             return self._by_seat(outcome)
         if source not in ("auto", "function"):

@@ -23,7 +23,7 @@ THREADS = 256
 """Concurrent calls of a function that is not async, in one worker."""
 
 
-class Functions:
+class HarnessFunction:
     """Calls the function of `env.harness.run`."""
 
     def __init__(self, path: str) -> None:

@@ -51,7 +51,7 @@ class HarnessFailed(EpisodeError, failure_class="harness_failed"):
     """The agent raised an exception, exited with an error, or gave no reward that can be read."""
 
 
-class Finished(NamedTuple):
+class FinishedProgram(NamedTuple):
     """A program that has ended."""
 
     folder: Path
@@ -103,7 +103,7 @@ class Programs:
         return str(self._root / "gateway.sock")
 
     @asynccontextmanager
-    async def run(self, task: Task, endpoint: Endpoint) -> AsyncGenerator[Finished]:
+    async def run(self, task: Task, endpoint: Endpoint) -> AsyncGenerator[FinishedProgram]:
         """Run the program of an episode; remove its folder at the end of the body.
 
         Yields:
@@ -165,7 +165,9 @@ class Programs:
         bypass_proxies(gateway_host, environment=environment)
         return environment
 
-    async def _run(self, words: list[str], folder: Path, environment: dict[str, str]) -> Finished:
+    async def _run(
+        self, words: list[str], folder: Path, environment: dict[str, str]
+    ) -> FinishedProgram:
         try:
             process = await spawn(words, cwd=folder, env=environment)
         except OSError as error:
@@ -190,7 +192,7 @@ class Programs:
             output_lines = (stderr_tail or stdout_tail).splitlines()
             last_lines = "\n".join(output_lines[-SHOWN_LINES:])
             raise HarnessFailed(f"{how_ended(code)}: {last_lines}")
-        return Finished(folder, stdout_tail)
+        return FinishedProgram(folder, stdout_tail)
 
     def _confine(self, words: list[str], folder: Path, port: int | None) -> list[str]:
         """Return the command that runs `words` in bubblewrap, with the gateway at `port`."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from arealite.api.env import Env, envs
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
@@ -49,8 +50,9 @@ def rows() -> Iterator[tuple[str, ...]]:
         needs = _needs(name)
         try:
             env_class = envs.get(name)
-        except ImportError as error:
-            yield name, "?", "?", needs, f"cannot be imported: {error}"
+        except (ImportError, UserError) as error:
+            reason = error.__cause__ or error
+            yield name, "?", "?", needs, f"cannot be imported: {reason}"
             continue
         seats = ", ".join(env_class.seats) or "by config"
         tasks = "generated, or a file's" if _generates_tasks(env_class) else "a file's"

@@ -48,7 +48,7 @@ class EnvServerConfig(TrialConfig):
         return {env_type: replace(self.env, type=env_type) for env_type in env_types}
 
 
-class Message(msgspec.Struct, kw_only=True):
+class SessionMessage(msgspec.Struct, kw_only=True):
     """A message of a client or of a server."""
 
     type: str
@@ -117,7 +117,7 @@ class EnvObservation(SeatObservation, frozen=True, omit_defaults=True, kw_only=T
     """Rewards since the last reply."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class StepReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to reset and step."""
 
     observation: EnvObservation
@@ -126,7 +126,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     done: bool = False
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class SessionFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a message that failed."""
 
     message: str

@@ -7,8 +7,9 @@ tokenizer_classes.toml.
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
@@ -25,7 +26,8 @@ class UnsupportedError(Exception):
     """A folder or a call that only transformers' own object handles."""
 
 
-class TokenizerParts(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerParts:
     """The tokenizer of a folder."""
 
     backend: Tokenizer

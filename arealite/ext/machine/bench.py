@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from arealite.base import log
 from arealite.cli.line_wrap import fold
-from arealite.ext.machine.command import Row, line
+from arealite.ext.machine.command import PlannedCheck, line
 from arealite.impl.launcher.processes import PARENT, die_with_parent
 from arealite.impl.trainer.rank_group import World
 
@@ -34,15 +34,15 @@ class Bench:
 
     folder: Path
     """Models, references and checkpoints; shared by all rows."""
-    plan: Row
+    plan: PlannedCheck
     """quick, gpus, limit_s, and the python of SGLang."""
     world: World
     device: torch.device
     stack: AsyncExitStack
     """Closed after the last row that runs in these processes."""
-    cache: Row = field(default_factory=dict[str, Any])
+    cache: PlannedCheck = field(default_factory=dict[str, Any])
     """Objects that later rows in these processes use again."""
-    numbers: Row = field(default_factory=dict[str, Any])
+    numbers: PlannedCheck = field(default_factory=dict[str, Any])
     failures: list[str] = field(default_factory=list[str])
 
     def bound(self, name: str, number: float, maximum: float) -> None:
@@ -67,7 +67,7 @@ class Bench:
         )
         return timer.timeit(2).mean
 
-    async def run(self, row: Row) -> None:
+    async def run(self, row: PlannedCheck) -> None:
         """Run one check; rank 0 prints and writes its result."""
         self.numbers = {}
         self.failures = []
@@ -105,9 +105,9 @@ class Bench:
 
 def main(
     rank: int,
-    environments: list[Row],
-    rows: list[Row],
-    plan: Row,
+    environments: list[PlannedCheck],
+    rows: list[PlannedCheck],
+    plan: PlannedCheck,
     folder: Path,
 ) -> None:
     """Run rows as one rank; called in a new process."""

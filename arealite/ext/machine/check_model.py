@@ -40,13 +40,13 @@ def main(config: ExperimentConfig) -> int:
     world.destroy()
     for warning in warnings:
         print(fold(f"template   warning: {warning}"))
-    for other, comparison in check.found.items():
+    for other, comparison in check.outcomes.items():
         print(fold(f"compared   {other}: {comparison}"))
     for fault in faults:
         print(fold(f"fault      {fault}"))
     if faults:
         print("not ok")
-    elif check.skipped < check.found.keys():
+    elif check.skipped < check.outcomes.keys():
         print("ok: the trainer's log-probabilities are within the bounds")
     else:
         print("nothing was compared")
@@ -56,7 +56,7 @@ def main(config: ExperimentConfig) -> int:
 async def _compare(check: SelfCheck, served: ServerConfig) -> list[str]:
     """Return the errors of the comparisons; start an embedded server if llm_server.type is it."""
     if served.llm_server.type != "embedded":
-        check.found["server"] = f"{SKIPPED}: each run compares {served.llm_server.type} itself"
+        check.outcomes["server"] = f"{SKIPPED}: each run compares {served.llm_server.type} itself"
         return await asyncio.to_thread(check.faults)
     llm_server = replace(served.llm_server, host=HOST, port=0)
     server = EmbeddedServer(replace(served, llm_server=llm_server))

@@ -23,9 +23,9 @@ from arealite.impl.server.sglang_server import probe
 LIMIT_S = 600.0
 """Longest time of a row, in seconds."""
 STATUSES = "pass", "FAIL", "n/a"
-Row = dict[str, Any]
+PlannedCheck = dict[str, Any]
 """An entry of rows.toml with `name`; the result adds status, text, seconds, device, numbers."""
-DEFAULTS: Row = {
+DEFAULTS: PlannedCheck = {
     "ranks": 1,
     "gpus": 0,
     "server": "",
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     python = Path(options.sglang_python or sys.executable)
-    plan: Row = {
+    plan: PlannedCheck = {
         "quick": options.quick,
         "gpus": torch.cuda.device_count(),
         "limit_s": LIMIT_S,
@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _rows_with(name_parts: Sequence[str]) -> list[Row]:
+def _rows_with(name_parts: Sequence[str]) -> list[PlannedCheck]:
     """Return the rows whose name contains one of `name_parts`, and the rows that they need.
 
     Raises:
@@ -111,7 +111,7 @@ def _rows_with(name_parts: Sequence[str]) -> list[Row]:
     return [row for row in rows if row in chosen or row["name"] in needed_names]
 
 
-def explain_missing(rows: list[Row], plan: Row) -> None:
+def explain_missing(rows: list[PlannedCheck], plan: PlannedCheck) -> None:
     """Set status and text of the rows that do not run: of this machine, or with --quick."""
     gpus = plan["gpus"]
     sglang_error = ""
@@ -131,14 +131,14 @@ def explain_missing(rows: list[Row], plan: Row) -> None:
             row["text"] = reason
 
 
-def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
+def run(rows: list[PlannedCheck], plan: PlannedCheck, folder: Path) -> list[PlannedCheck]:
     """Run rows in child processes; print and return their results.
 
     Consecutive rows with equal ranks and server share processes. A row that crashes them or exceeds
     `limit_s` fails; the next row gets new processes.
     """
     results_file = folder / "results.jsonl"
-    results = list[Row]()
+    results = list[PlannedCheck]()
     for _, group in groupby(rows, _processes_key):
         pending = [*group]
         while pending:
@@ -163,7 +163,7 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
     return results
 
 
-def _processes_key(row: Row) -> tuple[int, str]:
+def _processes_key(row: PlannedCheck) -> tuple[int, str]:
     """Return the key of the processes of a row; rows with equal keys can share processes."""
     return row["ranks"], row["server"]
 
@@ -177,7 +177,7 @@ def _ends_of_logs(folder: Path) -> dict[str, str]:
     return logs
 
 
-def session(rows: list[Row], plan: Row, folder: Path) -> str:
+def session(rows: list[PlannedCheck], plan: PlannedCheck, folder: Path) -> str:
     """Run rows in the same processes, which print and write results; return why they ended.
 
     The processes are forks of a server of multiprocessing that has imported torch and
@@ -211,7 +211,7 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
     return "its processes exited without a result"
 
 
-def line(row: Row) -> str:
+def line(row: PlannedCheck) -> str:
     """Return a result as one line of the table."""
     head = f"{row['status']:<4} {row['name']:<48} {row['ranks']} × {row['device']:<4}"
     return f"{head} {row['seconds']:>6.1f} s  {row['text']}"

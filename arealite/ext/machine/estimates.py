@@ -3,22 +3,22 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
 from arealite.api.engine_config import FSDPConfig, LoRAConfig
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.base.errors import UserError
+from arealite.api.hooks import RunFacts
 from arealite.base.host import available_memory
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
 from arealite.ext.machine.info import output_of
-from arealite.ext.models.adapter_folder import adapted, counted, read_adapter
+from arealite.ext.models.adapter_folder import adapted, counted
+from arealite.ext.models.adapter_options import lora_of
 from arealite.system.ledger.payload_checks import TOKEN_BYTES
 
-Json = dict[str, Any]
+ModelJson = dict[str, Any]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,7 +32,7 @@ class Need(NamedTuple):
 
 
 def memory(
-    config: ExperimentConfig, model: Json, shapes: Shapes, longest: int | None = None
+    config: ExperimentConfig, model: ModelJson, shapes: Shapes, longest: int | None = None
 ) -> Iterator[Need]:
     """Yield the memory of the trainer ranks and of the servers that the run starts.
 
@@ -55,7 +55,7 @@ def memory(
 
 
 def memory_lines(
-    config: ExperimentConfig, model: Json, shapes: Shapes, longest: int | None
+    config: ExperimentConfig, model: ModelJson, shapes: Shapes, longest: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield a line for each role, and a warning if this host has too little memory."""
     needs = [*memory(config, model, shapes, longest)]
@@ -94,82 +94,28 @@ def staleness(config: ExperimentConfig) -> str:
     return line
 
 
-def short_warm_ups(config: ExperimentConfig, num_rows: int) -> Iterator[str]:
-    """Yield a warning for each optimizer whose learning rate never reaches `lr`.
-
-    Args:
-        config: The run.
-        num_rows: Number of training rows; only offline trainers use it.
-    """
+def short_warm_ups(config: ExperimentConfig, facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """Yield a warning for each optimizer whose learning rate never reaches `lr` (hook `check`)."""
     trainer = config.trainer
     ppo = config.trainer.ppo
     if trainer.is_offline:
-        updates = trainer.offline.total_steps(num_rows)
+        updates = trainer.offline.total_steps(facts.num_rows)
         optimizers = {"trainer.offline": trainer.offline.optimizer}
     else:
         updates = ppo.total_steps * ppo.updates * ppo.epochs
         optimizers = {"trainer.ppo": ppo.optimizer}
-        if ppo.advantage.type == "gae":
+        if ppo.advantage.has_critic:
             optimizers["trainer.ppo.critic"] = ppo.critic.optimizer
     for section, optimizer in optimizers.items():
         warmup = optimizer.warmup_steps
         if updates < warmup:
-            yield (
+            warning = (
                 f"{section}.optimizer.warmup_steps={warmup}, "
                 f"but the run has only {updates} optimizer updates: "
                 f"the learning rate ends at {updates / warmup:.0%} of {section}.lr. "
                 "Use fewer warm-up steps, or train for longer"
             )
-
-
-def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
-    """Return the options of the run's adapters, from model.adapter where it is set.
-
-    Raises:
-        UserError: Adapter or targets do not fit the model, or options differ from the adapter.
-    """
-    lora = config.trainer.own.engine.fsdp.lora
-    adapter = config.model.adapter
-    if not adapter:
-        _check_targets(lora, shapes)
-        return lora
-    if config.trainer.type == "reward":
-        raise UserError("trainer.type=reward cannot start from an adapter. Set model.adapter=null.")
-    adapter_config = read_adapter(adapter, shapes)
-    rank = adapter_config["r"]
-    alpha = adapter_config["lora_alpha"]
-    if lora.rank:
-        _check_equal_option("rank", lora.rank, rank)
-        _check_equal_option("alpha", lora.alpha, alpha)
-    targets = adapter_config.get("target_modules")
-    if not isinstance(targets, list):
-        targets = ["all-linear"]
-    return replace(lora, rank=rank, alpha=alpha, targets=targets)
-
-
-def _check_targets(lora: LoRAConfig, shapes: Shapes) -> None:
-    """Check the layers that new adapters are for; shapes={}: the layers are unknown."""
-    if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
-        raise UserError(
-            f"engine.fsdp.lora.targets {lora.targets}: all-linear means all layers. "
-            "Remove the other names."
-        )
-    is_adapted = adapted(shapes, lora.targets)
-    if lora.rank and is_adapted and not any(is_adapted.values()):
-        leaves = sorted({name.rpartition(".")[2] for name in is_adapted})
-        raise UserError(
-            f"engine.fsdp.lora.targets {lora.targets}: model.path has no such layer. "
-            f"Use some of {', '.join(leaves)}, or [all-linear]."
-        )
-
-
-def _check_equal_option(name: str, option: float, of_adapter: float) -> None:
-    """Check that an option of the config is equal to that of model.adapter."""
-    if option != of_adapter:
-        raise UserError(
-            f"engine.fsdp.lora.{name}={option}, but model.adapter has {of_adapter}. "
-            f"Remove engine.fsdp.lora.{name}."
-        )
+            yield "warm-up", warning
 
 
 def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
@@ -201,7 +147,7 @@ def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
         num_checkpoints = ppo.checkpoint.keep
         ledger_bytes = TOKEN_BYTES * max_tokens
     checkpoint_bytes = 12 * numel * (num_checkpoints + 1)
-    export_bytes = BYTES[trainer.own.engine.fsdp.dtype] * numel
+    export_bytes = BYTES[trainer.selected_options.engine.fsdp.dtype] * numel
     model_bytes = checkpoint_bytes + export_bytes
     line = (
         f"{run_paths(config).root}: at most {decimal(model_bytes)} of checkpoints and export, "
@@ -218,7 +164,7 @@ def count(shapes: Shapes) -> int:
 
 
 def _trainer_bytes(
-    config: ExperimentConfig, text_model: Json, shapes: Shapes, row_tokens: int
+    config: ExperimentConfig, text_model: ModelJson, shapes: Shapes, row_tokens: int
 ) -> float:
     """Return the bytes of one rank: parameters and moments exactly, activations approximately.
 
@@ -228,7 +174,7 @@ def _trainer_bytes(
         shapes: The shape of each tensor of the model.
         row_tokens: Tokens of the longest row, 0 if unknown; context parallelism divides them.
     """
-    fsdp = config.trainer.own.engine.fsdp
+    fsdp = config.trainer.selected_options.engine.fsdp
     max_tokens = max(
         fsdp.max_tokens_per_microbatch,
         math.ceil(row_tokens / fsdp.context_parallel),
@@ -237,16 +183,16 @@ def _trainer_bytes(
     return parameter_bytes + _activation_bytes(fsdp, text_model, max_tokens)
 
 
-def _parameter_bytes(config: ExperimentConfig, text_model: Json, shapes: Shapes) -> float:
+def _parameter_bytes(config: ExperimentConfig, text_model: ModelJson, shapes: Shapes) -> float:
     """Return the bytes of one rank's parameters, gradients and moments, of all its models."""
     trainer = config.trainer
     ppo = config.trainer.ppo
-    fsdp = trainer.own.engine.fsdp
+    fsdp = trainer.selected_options.engine.fsdp
     numel = count(shapes)
     shards = fsdp.shard_size or config.launcher.trainer_ranks
     element_bytes = BYTES[fsdp.dtype]
     frozen_bytes = element_bytes / shards
-    trained_bytes = (16 if trainer.own.optimizer.type == "adamw" else 12) / shards
+    trained_bytes = (16 if trainer.selected_options.optimizer.type == "adamw" else 12) / shards
     lora = lora_of(config, shapes)
     if lora.rank:
         adapter_numel = lora.rank * _adapter_sides(shapes, lora)
@@ -262,7 +208,7 @@ def _parameter_bytes(config: ExperimentConfig, text_model: Json, shapes: Shapes)
     is_base_reference = lora.rank and ppo.kl.reference == "initial"
     if ppo.kl.coef > 0 and not is_base_reference:
         size += frozen_bytes * numel
-    if ppo.advantage.type == "gae":  # the critic
+    if ppo.advantage.has_critic:  # the critic
         size += trained_bytes * numel
     return size
 
@@ -276,7 +222,7 @@ def _adapter_sides(shapes: Shapes, lora: LoRAConfig) -> int:
     return sides
 
 
-def _activation_bytes(fsdp: FSDPConfig, text_model: Json, max_tokens: int) -> float:
+def _activation_bytes(fsdp: FSDPConfig, text_model: ModelJson, max_tokens: int) -> float:
     """Return the bytes of the activations and logits of a micro-batch of `max_tokens`.
 
     A layer has 8 × hidden + 4 × intermediate activations per token. If layers are recomputed, one
@@ -295,7 +241,7 @@ def _activation_bytes(fsdp: FSDPConfig, text_model: Json, max_tokens: int) -> fl
 
 
 def _servers(
-    config: ExperimentConfig, text_model: Json, numel: int, longest: int
+    config: ExperimentConfig, text_model: ModelJson, numel: int, longest: int
 ) -> Iterator[Need]:
     """Yield the memory of the servers that this run starts: weights and KV cache.
 
@@ -327,7 +273,7 @@ def _servers(
         )
 
 
-def _cache_width(text_model: Json) -> int:
+def _cache_width(text_model: ModelJson) -> int:
     """Return the number of elements of a token's keys and values in all layers."""
     hidden, layers = _hidden_and_layers(text_model)
     query_heads = text_model.get("num_attention_heads") or 1
@@ -336,7 +282,7 @@ def _cache_width(text_model: Json) -> int:
     return 2 * layers * key_heads * head_dim
 
 
-def _hidden_and_layers(text_model: Json) -> tuple[int, int]:
+def _hidden_and_layers(text_model: ModelJson) -> tuple[int, int]:
     """Return the hidden size and the number of layers; GPT-2 has other names for them."""
     hidden = text_model.get("hidden_size") or text_model.get("n_embd", 0)
     layers = text_model.get("num_hidden_layers") or text_model.get("n_layer", 1)

@@ -20,7 +20,7 @@ from arealite.base.extras import extra_requirement
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
 
-Line = tuple[str, str]
+InfoLine = tuple[str, str]
 ANSWER_S = 5.0
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def versions(sglang_python: str | None) -> Iterator[Line]:
+def versions(sglang_python: str | None) -> Iterator[InfoLine]:
     """Yield the version of each program, or how to install it.
 
     Args:
@@ -87,7 +87,7 @@ def _slurm_version() -> str:
     return "missing: apt-get install slurm-wlm"
 
 
-def devices() -> Iterator[Line]:
+def devices() -> Iterator[InfoLine]:
     """Yield the number of cores, the memory and the GPUs of this host."""
     yield "CPU cores", str(os.cpu_count())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -103,7 +103,7 @@ def devices() -> Iterator[Line]:
         yield "GPUs", "none (nvidia-smi lists no GPU)"
 
 
-def extras() -> Iterator[Line]:
+def extras() -> Iterator[InfoLine]:
     """Yield each extra of this package: the versions of its packages, or how to install it."""
     packages = _packages_of_extras()
     # SGLang is in "versions", and may be in a virtual environment of its own.
@@ -131,7 +131,7 @@ def _packages_of_extras() -> dict[str, list[str]]:
     return packages
 
 
-def sandbox() -> Iterator[Line]:
+def sandbox() -> Iterator[InfoLine]:
     """Yield the version of bubblewrap, or how to make it work."""
     version = output_of(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
     if version:

@@ -256,7 +256,7 @@ def main() -> None:
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
     sys.set_int_max_str_digits(0)
-    child = Child()
+    child = CheckerChild()
     for line in sys.stdin.buffer:
         *question, wait_s = json.loads(line)
         answer = child.ask(question, wait_s)
@@ -266,7 +266,7 @@ def main() -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
-class Child:
+class CheckerChild:
     """The child of the checker; after a failure, the next check has a new one."""
 
     def __init__(self) -> None:

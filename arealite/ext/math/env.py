@@ -26,6 +26,7 @@ class MathEnv(Env):
     """Scores an agent's answer against the task's ground truth."""
 
     resumable = True
+    prompt_use = "only"
 
     def __init__(self, args: TrialConfig, config: MathEnvConfig) -> None:
         super().__init__(args, config)

@@ -14,11 +14,12 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from pathlib import Path
 
-from arealite.api.reward import MathVerifyConfig, Reward, Score
+from arealite.api.reward import Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.base.log import get
 from arealite.ext.math.checker import number
+from arealite.ext.math.config import MathVerifyConfig
 from arealite.system.health.waits import Wait
 
 # -P: the math_verify.py in the checker's folder must not hide the library of that name.
@@ -66,7 +67,7 @@ class Checker:
         """
         request = json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n"
         wait = Wait(
-            what="a reward check",
+            event="a reward check",
             owner="reward pool",
             on="reward checker",
             seconds=START_S + wait_s,

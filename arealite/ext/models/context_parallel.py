@@ -26,11 +26,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from arealite.api.engine import Sequence
+from arealite.api.engine_extension import EngineExtension, MicroBatch
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_context_parallel
 from arealite.impl.engine import attention
 from arealite.impl.engine.head import decoder_of
-from arealite.impl.engine.micro_batches import NO_RECORD, MicroBatch
+from arealite.impl.engine.micro_batches import NO_RECORD
 
 MIXERS = re.compile("Indexer|Compressor|Mamba|Delta|Conv1d|ShortConv|LinearAttention|Recurrent")
 """Matches the names of modules in which tokens depend on each other outside attention."""
@@ -38,8 +39,8 @@ MASKS: dict[str, Any] = {"sdpa": sdpa_mask, "eager": eager_mask}
 """Functions that make the masks of transformers' own attention functions, by their names."""
 
 
-class ContextGroup:
-    """The `size` neighbouring ranks that share their rows' tokens; size 1 changes nothing."""
+class ContextGroup(EngineExtension):
+    """The `size` neighbouring ranks that share their rows' tokens."""
 
     def __init__(
         self,
@@ -47,23 +48,29 @@ class ContextGroup:
         model: PreTrainedModel,
         device: torch.device,
     ) -> None:
-        """Put exchanges of heads and tokens around the current attention function of `model`.
+        self.size = size
+        self.rank = dist.get_rank() % size
+        self.num_sharing = size
+        self.is_counted = self.rank == 0
+        self._model = model
+        self._device = device
+
+    def change_layers(self) -> None:
+        """Put exchanges of heads and tokens around the current attention function of the model.
 
         Raises:
             UserError: `size` does not divide the ranks or the heads, or tokens of the model depend
                 on each other outside attention.
         """
-        self.size = size
-        self.rank = dist.get_rank() % size
-        if size == 1:
-            return
+        size = self.size
+        model = self._model
         ranks = dist.get_world_size()
         config = model.config.get_text_config()
         check_context_parallel(config.to_dict(), size=size, ranks=ranks)
         inner_name: str = config._attn_implementation or ""
         _check_shareable(model, inner_name)
         mesh = init_device_mesh(
-            device.type,
+            self._device.type,
             mesh_shape=(ranks // size, size),
             mesh_dim_names=("groups", "context"),
         )
@@ -76,21 +83,16 @@ class ContextGroup:
             AttentionMaskInterface.register(name, mask)
         model.set_attn_implementation(name)
 
-    def gather_rows(self, rows: list[Sequence]) -> tuple[list[Sequence], slice]:
-        """Return the rows of all ranks of the group, and which of them are `rows`."""
-        if self.size == 1:
-            return rows, slice(None)
+    def gather_rows(self, rows: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Return the rows of all ranks of the group, and the index of the first of `rows`."""
         rows_of_ranks: list[list[Sequence]] = [[]] * self.size
         dist.all_gather_object(rows_of_ranks, rows, group=self.group)
         rows_of_ranks[self.rank] = rows
         begin = sum(map(len, rows_of_ranks[: self.rank]))
-        end = begin + len(rows)
-        return [*chain(*rows_of_ranks)], slice(begin, end)
+        return [*chain(*rows_of_ranks)], begin
 
-    def split(self, batch: MicroBatch) -> MicroBatch:
+    def changed_batch(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's share of the tokens and loss tokens of the group's micro-batch."""
-        if self.size == 1:
-            return batch
         width = batch.input_ids_BW.shape[1]
         local_width = -(-width // self.size)
         num_padding = local_width * self.size - width
@@ -117,7 +119,7 @@ class ContextGroup:
             routing_BWR=routing_BWR,
         )
 
-    def gather(self, outputs: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
+    def gather_outputs(self, outputs: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
         """Return the outputs of all loss tokens of the group; those of this rank have gradients.
 
         Every rank computes the same loss from them. The gradients of all ranks therefore sum to

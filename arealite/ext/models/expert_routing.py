@@ -10,7 +10,6 @@ for the same token. Replay removes this difference.
 Shape letters: N = tokens of a forward pass, D = decoder layers, K = experts per token.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from arealite.api.engine import LossFn, LossInput
+from arealite.api.engine_extension import EngineExtension, MicroBatch
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import Experts, experts_of
 from arealite.impl.engine.model import layers_of
@@ -32,8 +31,6 @@ TOPK = (torch.topk, Tensor.topk)
 FILL = (torch.masked_fill, Tensor.masked_fill)
 NAME = "_arealite_routing"
 """Attribute of a model."""
-BALANCE = "load_balancing_loss_func"
-"""Name of the loss function in the modeling module of each family."""
 IGNORE_ROUTING = "Use trainer.ppo.collector.routing=ignore."
 
 
@@ -222,62 +219,26 @@ class _Topk(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
-class Balance:
-    """The load-balancing loss of a mixture of experts with output_router_logits in its config.json.
+class ExpertReplay(EngineExtension):
+    """Replays the experts that servers recorded for the tokens of micro-batches."""
 
-    It is the loss of the model's own code for each row, weighted by the row's share of all tokens
-    of the update. It therefore does not depend on micro-batches and ranks.
-    """
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._routing: Routing | None = None
 
-    def __init__(self, model: PreTrainedModel, config: Any) -> None:
-        self._function: Any = vars(sys.modules[type(model).__module__])[BALANCE]
-        self._coefficient: float = config.router_aux_loss_coef
-        self._sizes: Any = experts_of(config.to_dict())[1:]  # type: ignore[index]
-        self._logits: tuple[Tensor, ...] = ()
-        model.get_decoder().register_forward_hook(self._keep)
+    def change_layers(self) -> None:
+        """Modify the routers; see Routing."""
+        self._routing = Routing.of(self._model)
 
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "Balance | None":
-        """Return the loss; None if the config or the code of the model has none."""
-        config = model.config.get_text_config()
-        if not getattr(config, "output_router_logits", False) or not config.router_aux_loss_coef:
-            return None
-        modeling_code = sys.modules[type(model).__module__]
-        if BALANCE not in vars(modeling_code):
-            return None
-        return cls(model, config)
+    def frozen(self) -> None:
+        """Return None: a frozen engine routes freely."""
 
-    def added_to(
-        self,
-        loss_fn: LossFn,
-        inputs: list[Tensor],
-        tokens: float,
-    ) -> LossFn:
-        """Return `loss_fn` with this loss for a micro-batch, and its stat `router_loss`.
+    def changed_batch(self, batch: MicroBatch) -> MicroBatch:
+        """Set the experts of the micro-batch's forward and backward pass."""
+        if self._routing is not None:
+            self._routing.replay(batch.routing_BWR, replaces=batch.replays_routing)
+        return batch
 
-        Args:
-            loss_fn: A loss function.
-            inputs: `MicroBatch.inputs`.
-            tokens: Number of inputs of all rows of the update, on all ranks.
-        """
-
-        def with_balance(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, stats = loss_fn(batch)
-            router_loss = loss.new_zeros(())
-            for row_places in inputs:
-                row_share = len(row_places) / tokens
-                row_logits = tuple(layer_logits[row_places] for layer_logits in self._logits)
-                row_loss = self._function(row_logits, *self._sizes)
-                router_loss = router_loss + row_share * row_loss
-            balanced_loss = loss + self._coefficient * router_loss
-            return balanced_loss, stats | {"router_loss": router_loss.detach()}
-
-        return with_balance
-
-    def _keep(
-        self,
-        module: object,
-        args: object,
-        output: Any,
-    ) -> None:
-        self._logits = output.router_logits
+    def take_stats(self) -> dict[str, float]:
+        """End the replay; return the counts of recorded choices on this rank."""
+        return {} if self._routing is None else self._routing.stats()

@@ -1,13 +1,12 @@
 """Low-rank adapters of peft: added to a model, merged into its weights, written as a folder.
 
-Servers and exports get merged weights under the names of the Hugging Face folder. peft is imported
-only where adapters are configured.
+peft is imported only where adapters are configured.
 """
 
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
+from arealite.api.engine_extension import Full
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.files import follow_umask
@@ -27,6 +26,7 @@ from arealite.base.log import get
 from arealite.base.model_folder import weight_files
 from arealite.ext.models.adapter_folder import EXPERTS, PREFIX, counted
 from arealite.impl.engine.head import decoder_of
+from arealite.impl.engine.loading import fill
 
 log = get(__name__)
 BASE = ".base_layer."
@@ -34,8 +34,6 @@ ADAPTER = ".lora_"
 NAME = "default"
 ALL = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
-Full = Callable[[torch.Tensor], torch.Tensor]
-"""Gathers a parameter's shards, on all ranks."""
 
 
 def inject(
@@ -253,36 +251,22 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
-    if isinstance(tensor, DTensor):
-        # src_data_rank=None: every rank cuts its own shard from `full`, without communication.
-        full = distribute_tensor(
-            full,
-            device_mesh=tensor.device_mesh,
-            placements=tensor.placements,
-            src_data_rank=None,
-        ).to_local()
-        tensor = tensor.to_local()
-    tensor.copy_(full)
-
-
 def _peft_name(name: str) -> str:
     return f"{PREFIX}{name.replace(f'.{NAME}.', '.')}"
 
 
-def file_name(name: str) -> str:
-    """Return the name of a parameter in files of the model."""
-    return name.replace(BASE, ".")
+def adapter_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the adapters' parameters."""
+    return frozenset(name for name, _ in module.named_parameters() if ADAPTER in name)
 
 
-def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model's files: parameters, tied ones once, and persistent buffers."""
-    seen = set[int]()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+def file_names(module: nn.Module) -> dict[str, str]:
+    """Return the name in files of the model of each tensor beside an adapter."""
+    names = dict[str, str]()
+    for name in module.state_dict():
+        if BASE in name:
+            names[name] = name.replace(BASE, ".")
+    return names
 
 
 def first_value(
@@ -290,9 +274,9 @@ def first_value(
     shape: torch.Size,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return the initial value of a parameter that no file has.
+    """Return the initial value of an adapter's matrix.
 
-    Matrices A are uniform in ±1/√inputs, as in peft. The others are 0: adapters add 0 at first.
+    Matrices A are uniform in ±1/√inputs, as in peft. Matrices B are 0: adapters add 0 at first.
     """
     if ".lora_A." not in name:
         return torch.zeros(shape)
@@ -301,30 +285,18 @@ def first_value(
 
 def merged(
     module: nn.Module,
-    full: Full,
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
-    has an adapter: added in float32, then rounded to `dtype`. Buffers keep their own dtype."""
-    for name, param in state_tensors(module):
-        if ADAPTER in name:
-            continue
-        layer_name, _, leaf = name.rpartition(BASE)
-        if layer_name and leaf == "weight":
-            layer = module.get_submodule(layer_name)
-            yield file_name(name), _merged_weight(layer, param, full).to(dtype)
-        else:
-            is_buffer = not isinstance(param, nn.Parameter)
-            stored_dtype = param.dtype if is_buffer else dtype
-            yield file_name(name), full(param.detach().to(stored_dtype))
-
-
-def _merged_weight(
-    layer: Any,
+    name: str,
     param: torch.Tensor,
     full: Full,
-) -> torch.Tensor:
-    """Return the full weight of a layer with its adapter, float32."""
+) -> torch.Tensor | None:
+    """Return the full weight W + alpha/rank · B·A of a layer, float32; None: no adapter changes it.
+
+    The product is added in float32.
+    """
+    layer_name, _, leaf = name.rpartition(BASE)
+    if not layer_name or leaf != "weight":
+        return None
+    layer: Any = module.get_submodule(layer_name)
     up = full(layer.lora_B[NAME].weight.detach())
     down = full(layer.lora_A[NAME].weight.detach())
     weight = full(param.detach()).float()

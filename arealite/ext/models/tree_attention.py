@@ -15,14 +15,15 @@ the longest of these chains.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from arealite.algo.prefix_tree import Forest
+from arealite.api.hooks import PackedKernel
+from arealite.impl.engine.packed_rows import PrefixTree
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,8 +40,13 @@ Positions = slice | Tensor
 """Positions among the N tokens: a slice, or int64."""
 
 
+def kernel_of(tree: PrefixTree) -> PackedKernel | None:
+    """Return the kernel of trees on a CPU (hook `packed_kernel`)."""
+    return KernelCalls(tree).attend if tree.device.type == "cpu" else None
+
+
 @dataclass(kw_only=True)
-class Call:
+class KernelCall:
     """One call of the kernel: causal attention within each of B chains, or a branch (B = 1)."""
 
     rows: int
@@ -86,74 +92,22 @@ class Call:
         return values[self.is_token.flatten()]
 
 
-@dataclass(kw_only=True)
-class PrefixTree:
-    """Prefix trees of a micro-batch: the positions of their nodes among its N tokens."""
+class KernelCalls:
+    """The calls of the kernel for the prefix trees of a micro-batch."""
 
-    device: torch.device
-    bounds: list[int]
-    """The first position of each node, and N as the last item."""
-    parents: list[int]
-    """Index of the parent of each node; -1: the node is a root."""
-    paths: list[np.ndarray]
-    """int64 for each node: positions of the tokens of its ancestors and of its own tokens."""
+    def __init__(self, tree: PrefixTree) -> None:
+        self.bounds = tree.bounds
+        self.parents = tree.parents
 
-    @classmethod
-    def of(cls, forest: Forest, device: torch.device) -> "PrefixTree":
-        """Place the nodes of a forest end to end, in their order."""
-        node_lengths = [node.end - node.begin for node in forest.nodes]
-        bounds = [0, *accumulate(node_lengths)]
-        parents = [node.parent for node in forest.nodes]
-        paths = list[np.ndarray]()
-        for parent, (begin, end) in zip(parents, pairwise(bounds), strict=True):
-            positions = np.arange(begin, end)
-            if parent >= 0:
-                positions = np.concatenate([paths[parent], positions])
-            paths.append(positions)
-        return cls(
-            device=device,
-            bounds=bounds,
-            parents=parents,
-            paths=paths,
-        )
-
-    def padded(self, missing: int) -> "PrefixTree":
-        """Return these trees, followed by a tree of `missing` > 0 tokens of padding."""
-        begin = self.bounds[-1]
-        end = begin + missing
-        return PrefixTree(
-            device=self.device,
-            bounds=[*self.bounds, end],
-            parents=[*self.parents, -1],
-            paths=[*self.paths, np.arange(begin, end)],
-        )
-
-    def put(
+    def attend(
         self,
-        numbers: np.ndarray | list[int],
-        dtype: torch.dtype = torch.int64,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
     ) -> Tensor:
-        """Return numbers as a tensor on the device."""
-        return torch.as_tensor(numbers, dtype=dtype).to(self.device)
-
-    @cached_property
-    def keys(self) -> Tensor | None:
-        """Positions of the keys, int64, node after node; None: no tokens are shared."""
-        if max(self.parents) < 0:
-            return None
-        return self.put(np.concatenate(self.paths))
-
-    @cached_property
-    def flash_bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """Bounds of each node's queries and keys, int32, and the largest numbers of both."""
-        key_counts = [len(path) for path in self.paths]
-        key_bounds = [0, *accumulate(key_counts)]
-        return (
-            self.put(self.bounds, torch.int32),
-            self.put(key_bounds, torch.int32),
-            int(np.diff(self.bounds).max()),
-            max(key_counts),
-        )
+        """Attend from [N, heads, D] to [N, heads, D]; see PackedKernel."""
+        return TreeAttention.apply(query, key, value, self, scale)
 
     @cached_property
     def chains(self) -> list[int]:
@@ -182,7 +136,7 @@ class PrefixTree:
         return stops
 
     @cached_property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[KernelCall]:
         """The calls of the kernel: first those of chains, each chain in one, then the branches."""
         chain_groups = _groups_of_chains(self._chain_spans())
         chain_calls = [self._chain_call(group) for group in chain_groups]
@@ -197,17 +151,17 @@ class PrefixTree:
         bounds.append(self.bounds[-1])
         return [_Span(end - begin, begin) for begin, end in pairwise(bounds)]
 
-    def _branch_calls(self) -> list[Call]:
+    def _branch_calls(self) -> list[KernelCall]:
         """Return the call of each node with children outside its chain."""
         chains = self.chains
         bounds = self.bounds
-        branch_calls = dict[int, Call]()
+        branch_calls = dict[int, KernelCall]()
         for node, parent in enumerate(self.parents):
             is_outside_chain = parent >= 0 and chains[parent] != chains[node]
             if not is_outside_chain or parent in branch_calls:
                 continue
             first_of_chain = chains[parent]
-            branch_calls[parent] = Call(
+            branch_calls[parent] = KernelCall(
                 rows=1,
                 queries=slice(bounds[node], self.stops[parent]),
                 keys=slice(bounds[first_of_chain], bounds[parent + 1]),
@@ -215,7 +169,7 @@ class PrefixTree:
             )
         return [*branch_calls.values()]
 
-    def _chain_call(self, spans: list["_Span"]) -> Call:
+    def _chain_call(self, spans: list["_Span"]) -> KernelCall:
         """Return the call of chains, the longest first."""
         length_B = np.array([span.num_tokens for span in spans])
         begin_B = np.array([span.begin for span in spans])
@@ -224,7 +178,7 @@ class PrefixTree:
         column_W = np.arange(spans[0].num_tokens)
         position_BW = begin_B1 + np.minimum(column_W, length_B1 - 1)
         positions = _as_slice(position_BW.reshape(-1))
-        call = Call(rows=len(spans), queries=positions, keys=positions)
+        call = KernelCall(rows=len(spans), queries=positions, keys=positions)
         if length_B1.min() < len(column_W):
             is_token_BW = torch.from_numpy(column_W < length_B1)
             call.is_token = is_token_BW[:, None, :, None]
@@ -233,7 +187,7 @@ class PrefixTree:
         return call
 
     def _branch_mask(self, query_BW: np.ndarray, key_BW: np.ndarray) -> Tensor | None:
-        """Return the mask of small trees, as in Call; None if no chain has branches.
+        """Return the mask of small trees, as in KernelCall; None if no chain has branches.
 
         Args:
             query_BW: Positions of the queries.
@@ -296,13 +250,13 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Attend; the inputs are query, key, value, the PrefixTree and the scale."""
-        query, key, value, tree, scale = inputs
+        """Attend; the inputs are query, key, value, the KernelCalls and the scale."""
+        query, key, value, kernel, scale = inputs
         wide_dtype = torch.promote_types(query.dtype, torch.float32)
         wide_inputs = [query.to(wide_dtype), key.to(wide_dtype), value.to(wide_dtype)]
         out = torch.empty_like(wide_inputs[0])
         lse = query.new_empty(query.shape[:2], dtype=wide_dtype)
-        for call in tree.calls:
+        for call in kernel.calls:
             positions = call.queries, call.keys, call.keys
             kernel_inputs = map(call.to_rows, wide_inputs, positions)
             options = call.kernel_options(wide_dtype, scale)
@@ -314,7 +268,7 @@ class TreeAttention(torch.autograd.Function):
             lse[tokens] = part_lse
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.options = tree, scale
+        ctx.options = kernel, scale
         return out
 
     @staticmethod
@@ -323,14 +277,14 @@ class TreeAttention(torch.autograd.Function):
 
         The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
-        tree, scale = ctx.options
+        kernel, scale = ctx.options
         query, key, value, out, lse = ctx.saved_tensors
         wide_dtype = lse.dtype
         wide_inputs = [
             tensor.to(wide_dtype) for tensor in (grads[0].contiguous(), query, key, value, out, lse)
         ]
         wide_grads = [torch.empty_like(tensor) for tensor in wide_inputs[1:4]]
-        for call in tree.calls:
+        for call in kernel.calls:
             at_q = call.queries
             at_k = call.keys
             positions = at_q, at_q, at_k, at_k, at_q, at_q

@@ -16,21 +16,22 @@ from typing import Any, TypeVar
 from arealite.api.agent import agents
 from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.base import exit_record
 from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.base.model_folder import local_folder
 from arealite.cli import configs, presets
 from arealite.cli.preflight import is_self_served
 from arealite.ext.notebook.objects import data_path, encode, registered, reward_options
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason
-from arealite.impl.launcher.processes import GUARD, how_ended
+from arealite.impl.launcher.processes import GUARD, how_ended, new_record
 from arealite.system.data.tasks import reward_of
 from arealite.system.names.name_registry import NameRegistry
 
 T = TypeVar("T")
 C = TypeVar("C", bound=ExperimentConfig)
-Parts = Mapping[str, Any]
+PartOptions = Mapping[str, Any]
 Overrides = Mapping[str, object] | Sequence[str] | None
-Config = str | Path | Sequence[str | Path]
+ConfigFiles = str | Path | Sequence[str | Path]
 NESTED = "AREALITE_NESTED"
 """Environment variable of the processes that this API starts."""
 CHECKER = "arealite-check"
@@ -39,7 +40,7 @@ COLLECTOR = "trainer.ppo.collector"
 GUARDED = GUARD.replace("kill -9 0", "kill -TERM 0")
 """Shell script: when this process exits, the command gets SIGTERM and writes its checkpoint."""
 POLL_S = 0.2
-_running = set["Command"]()
+_running = set["RunningCommand"]()
 """Keeps running commands: the end of an object closes its pipe, which stops its command."""
 
 
@@ -74,10 +75,10 @@ def words(overrides: Overrides, **options: object) -> list[str]:
 
 def resolve(
     schema: type[C],
-    config: Config,
+    config: ConfigFiles,
     user_words: Sequence[str],
-    data: Parts,
-    parts: Parts,
+    data: PartOptions,
+    parts: PartOptions,
 ) -> tuple[C, list[str]]:
     """Return the config of a command, and its words.
 
@@ -117,7 +118,7 @@ def _needs_server(config: ExperimentConfig) -> bool:
     return not NameRegistry.of(config).list("llm_server")
 
 
-def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
+def part_words(base: ExperimentConfig, parts: PartOptions) -> list[str]:
     """Return the words of `model`, `env`, `agent`, `reward`, and of the `imports` that they need.
 
     Raises:
@@ -143,7 +144,7 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
     return words(options, imports=imports if imports != base.imports else None)
 
 
-def _check_has_one_env(config: ExperimentConfig, parts: Parts) -> None:
+def _check_has_one_env(config: ExperimentConfig, parts: PartOptions) -> None:
     """Check that the run has the environment that `env`, `agent` and `reward` are for.
 
     Raises:
@@ -164,7 +165,7 @@ def _check_has_one_env(config: ExperimentConfig, parts: Parts) -> None:
         )
 
 
-class Command:
+class RunningCommand:
     """A running command. Its output is in the file `log`."""
 
     def __init__(self, argv: Sequence[str], log: Path) -> None:
@@ -175,6 +176,7 @@ class Command:
             NESTED: "1",
             "PYTHONPATH": os.pathsep.join(own_folders()),
             "FORCE_COLOR": "",  # a notebook sets it
+            exit_record.VARIABLE: str(new_record(log)),
         }
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -245,10 +247,12 @@ class Command:
     def error(self, subject: str) -> ArealiteError:
         """Return the error of a command that failed: its end, its last error line, its log."""
         code = self.code or 0
-        output = self.log.read_text("utf-8", "replace")
-        lines = [line.strip() for line in output.splitlines()]
-        errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-        reason = errors[-1] if errors else exit_reason(output, code).removeprefix(ERROR)
+        record = exit_record.read(exit_record.path_of(self.log))
+        if record is not None:
+            reason = record.reason
+        else:
+            output = self.log.read_text("utf-8", "replace")
+            reason = exit_reason(output, code).removeprefix(ERROR)
         error_class = UserError if code == UserError.exit_code else RoleError
         return error_class(f"{subject} failed ({how_ended(code)}): {reason} Log: {self.log}")
 

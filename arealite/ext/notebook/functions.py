@@ -18,10 +18,10 @@ from arealite.cli import configs, preflight
 from arealite.ext.hosting.server.env_messages import SERVING
 from arealite.ext.hosting.server_config import EnvServerConfig
 from arealite.ext.notebook.command_line import (
-    Command,
-    Config,
+    ConfigFiles,
     Overrides,
-    Parts,
+    PartOptions,
+    RunningCommand,
     checked,
     resolve,
     words,
@@ -35,7 +35,7 @@ AnAgent = str | type[Agent] | None
 
 
 def train(
-    config: Config = "async_ppo",
+    config: ConfigFiles = "async_ppo",
     *,
     model: str | Path | None = None,
     dataset: Any = None,
@@ -85,7 +85,7 @@ def train(
 
     run_config, argv = checked(check)
     root = run_paths(run_config).root
-    command = Command(["train", *argv], log=root.with_name(f"{root.name}.log"))
+    command = RunningCommand(["train", *argv], log=root.with_name(f"{root.name}.log"))
     run = Run(root, _command=command)
     return run.wait() if wait else run
 
@@ -98,7 +98,7 @@ def evaluate(
     reward: Any = None,
     agent: AnAgent = None,
     n: int = 1,
-    config: Config = "async_ppo",
+    config: ConfigFiles = "async_ppo",
     overrides: Overrides = None,
 ) -> Facts:
     """Sample a model on held-out tasks, as `arealite eval` does.
@@ -151,7 +151,7 @@ def collect(
     reward: Any = None,
     agent: AnAgent = None,
     n: int = 1,
-    config: Config = "async_ppo",
+    config: ConfigFiles = "async_ppo",
     overrides: Overrides = None,
 ) -> list[dict[str, object]]:
     """Sample a model on tasks and return its trajectories, as `arealite collect` does.
@@ -189,11 +189,11 @@ def collect(
 def sample(
     kind: str,
     schema: type[SamplingRunConfig],
-    config: Config,
+    config: ConfigFiles,
     user_words: Sequence[str],
     *,
-    data: Parts,
-    parts: Parts,
+    data: PartOptions,
+    parts: PartOptions,
 ) -> Path:
     """Run `eval` or `collect` to its end, as a new trial; return the file of its result.
 
@@ -216,7 +216,7 @@ def sample(
     suffix = "json" if kind == "eval" else "jsonl"
     out = Path(run_config.out or folder / f"{name}.{suffix}").expanduser()
     written_before = _modified_ns(out)
-    command = Command([kind, *argv, *words(None, out=out)], log=folder / f"{name}.log")
+    command = RunningCommand([kind, *argv, *words(None, out=out)], log=folder / f"{name}.log")
     code = command.wait()
     has_result = out.exists() and _modified_ns(out) != written_before
     if code not in (0, 1) or not has_result:  # 1 with a result: some samples failed
@@ -235,7 +235,7 @@ class Server(AbstractContextManager["Server"]):
 
     address: str
     """host:port."""
-    _command: Command
+    _command: RunningCommand
 
     def close(self) -> None:
         """Stop the server."""
@@ -275,5 +275,5 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
 
     server_config, argv = checked(check)
     log = run_paths(server_config).root.with_name(f"serve-{uuid.uuid4().hex[:8]}.log")
-    command = Command(["serve", *argv], log)
+    command = RunningCommand(["serve", *argv], log)
     return Server(address=command.wait_for_line(SERVING), _command=command)

@@ -15,21 +15,21 @@ from itertools import chain, islice
 from typing import Any, cast
 
 from arealite.api.agent import Agent, AgentFactory, agents
-from arealite.api.agent_config import AgentConfig, ScriptedConfig
+from arealite.api.agent_config import AgentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
-from arealite.base.errors import EpisodeError, UserError
+from arealite.base.errors import ArealiteError, EpisodeError, UserError, first_of
 from arealite.base.registry import unknown
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
-from arealite.cli.main import first
+from arealite.ext.agents.config import ScriptedConfig
 from arealite.ext.gateway.families import HERMES
 from arealite.ext.gateway.parser import read_calls
-from arealite.ext.hosting.client import make_env
+from arealite.impl.env.runtimes import make_env
 from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate, reads_columns
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(play(config, options))
     except (EpisodeError, ExceptionGroup) as raised:
-        error = first(raised)
+        error = first_of(raised, ArealiteError)
         if not isinstance(error, EpisodeError):
             raise
         print("\nyou left" if isinstance(error, InputEnded) else f"\nno reward: {error}")

@@ -3,9 +3,10 @@
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import asdict
 
@@ -15,10 +16,11 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
 from arealite.ext.evaluation.collect import columns
-from arealite.ext.notebook.command_line import Command
+from arealite.ext.notebook.command_line import RunningCommand
 from arealite.ext.view.report import model_folders, write_report
 from arealite.ext.view.report_run import by_step
-from arealite.ext.view.snapshot import Line, Metrics, RunReader
+from arealite.ext.view.snapshot import MetricsReader, RunReader
+from arealite.impl.logger.metrics_file import MetricsLine
 from arealite.system.ledger.ledger import decode_header, open_read_only
 from arealite.system.ledger.payload_checks import whole_payload
 
@@ -42,7 +44,8 @@ HIDDEN = ("payload_sum", "segment_lengths", "waits")
 """Fields of headers that are no columns of `Run.trajectories`."""
 
 
-class _Trajectory(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trajectory:
     """A row of SELECT."""
 
     step: int | None
@@ -80,7 +83,7 @@ class Run:
         UserError: The folder is not a run's.
     """
 
-    def __init__(self, folder: str | Path, *, _command: Command | None = None) -> None:
+    def __init__(self, folder: str | Path, *, _command: RunningCommand | None = None) -> None:
         self.paths = RunPaths(Path(folder).expanduser().absolute())
         """The run's files: `root`, `logs`, `checkpoints`, `export` (the final model) and others."""
         self._command = _command
@@ -152,12 +155,12 @@ class Run:
             facts["balanced"] = report.ok
         return facts
 
-    def metrics(self) -> list[Line]:
+    def metrics(self) -> list[MetricsLine]:
         """Return the metrics of each step, and of evaluations after it, as rows of a DataFrame.
 
         The reference of metrics describes each name.
         """
-        return by_step(Metrics(self.paths.metrics).poll())
+        return by_step(MetricsReader(self.paths.metrics).poll())
 
     def trajectories(self, step: int | None = None, *, most: int = 1000) -> list[dict[str, Any]]:
         """Return sampled texts and tokens as rows of a DataFrame.
@@ -202,7 +205,7 @@ class Run:
     def _repr_html_(self) -> str:
         return self.progress().html()
 
-    def _started(self) -> Command:
+    def _started(self) -> RunningCommand:
         if self._command is None:
             raise UserError(f"another process started {self.paths.root}: stop or await it there.")
         return self._command

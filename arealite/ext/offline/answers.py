@@ -22,7 +22,7 @@ from arealite.system.data.templates import (
     render,
 )
 
-Messages = Sequence[dict[str, Any]]
+ChatMessages = Sequence[dict[str, Any]]
 
 USER: dict[str, Any] = {"role": "user", "content": "q"}
 SHORT_ANSWER = {"role": "assistant", "content": MARK}
@@ -116,7 +116,7 @@ def marker_id(tokenizer: Any, marker: str) -> int:
 # ------------------------------------------------------------ one answer
 
 
-class Answer(NamedTuple):
+class RenderedAnswer(NamedTuple):
     """The rendering of one answer."""
 
     prompt: str
@@ -127,13 +127,13 @@ class Answer(NamedTuple):
     """Whether the template has no marker, so that the tokenizer's EOS ends the turn."""
 
 
-class Conversation:
+class RenderedConversation:
     """A conversation, and what the chat template renders for it."""
 
     def __init__(
         self,
         tokenizer: Any,
-        messages: Messages,
+        messages: ChatMessages,
         tools: Sequence[object] = (),
     ) -> None:
         """Keep the conversation.
@@ -163,7 +163,7 @@ class Conversation:
         *,
         following: int,
         begun: str = "",
-    ) -> Answer:
+    ) -> RenderedAnswer:
         """Return the rendering of the answer at an index.
 
         A template may render an answer differently when other messages follow: Qwen3's omits an
@@ -190,13 +190,13 @@ class Conversation:
             )
         num_spaces = len(answer.text) - len(stripped)
         begin = num_spaces + len(begun)
-        return Answer(
+        return RenderedAnswer(
             prompt=answer.prompt + answer.text[:begin],
             text=answer.text[begin:],
             needs_eos=answer.needs_eos,
         )
 
-    def _whole_answer(self, index: int, following: int) -> Answer:
+    def _whole_answer(self, index: int, following: int) -> RenderedAnswer:
         prompt = self.prompt(index)
         end = index + 1
         whole = self._render(self.messages[:end], False)
@@ -219,7 +219,9 @@ class Conversation:
             )
         return self._repeated(index, following, answer) or answer
 
-    def _repeated(self, index: int, following: int, answer: Answer) -> Answer | None:
+    def _repeated(
+        self, index: int, following: int, answer: RenderedAnswer
+    ) -> RenderedAnswer | None:
         """Return an answer as it is rendered before later messages, if that rendering is different.
 
         None: it is equal, ends with another token than a generation, or leaves out a part.
@@ -238,7 +240,7 @@ class Conversation:
             return None
         if self._lost_parts(index, answer.prompt[-SHOWN:], repeated, following):
             return None
-        return Answer(prompt=answer.prompt, text=repeated, needs_eos=False)
+        return RenderedAnswer(prompt=answer.prompt, text=repeated, needs_eos=False)
 
     def check_context(self) -> None:
         """Check that the template renders all tools, and all messages except answers.
@@ -264,7 +266,7 @@ class Conversation:
                     "Remove the column, or use another template."
                 )
 
-    def _render(self, messages: Messages, is_prompt: bool) -> str:
+    def _render(self, messages: ChatMessages, is_prompt: bool) -> str:
         return render(
             self.tokenizer,
             messages,
@@ -277,7 +279,7 @@ class Conversation:
         prompt: str,
         rendered: str,
         message: dict[str, Any],
-    ) -> Answer:
+    ) -> RenderedAnswer:
         """Cut the rendering of an answer after the token that ends the turn, or add that token."""
         end = turn_end(self.tokenizer)
         stripped = rendered.rstrip()
@@ -287,15 +289,15 @@ class Conversation:
         closing = [marker for marker in markers if stripped.endswith(marker)]
         if closing:
             marker_id(self.tokenizer, max(closing, key=len))
-            return Answer(prompt=prompt, text=stripped, needs_eos=False)
+            return RenderedAnswer(prompt=prompt, text=stripped, needs_eos=False)
         content = rendered.removesuffix(end.tail) if end.tail.isspace() else rendered
         marker = end.marker
         if marker and tool_calls(message):
             marker = _marker_after_calls(self.tokenizer, str(self.tokenizer.chat_template))
         if not marker:
-            return Answer(prompt=prompt, text=content, needs_eos=True)
+            return RenderedAnswer(prompt=prompt, text=content, needs_eos=True)
         marker_id(self.tokenizer, marker)
-        return Answer(prompt=prompt, text=content + marker, needs_eos=False)
+        return RenderedAnswer(prompt=prompt, text=content + marker, needs_eos=False)
 
     def _lost_parts(
         self,

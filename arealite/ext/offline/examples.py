@@ -14,12 +14,13 @@ import numpy as np
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.ext.offline.answers import Conversation, special_tokens
+from arealite.ext.offline.answers import RenderedConversation, special_tokens
 from arealite.system.data.forms import check_prompt, read_tools, tool_calls
+from arealite.system.data.sources import PlacedRow
 from arealite.system.data.templates import common_prefix_length, encode, tokenize, unread_keys
 
 if TYPE_CHECKING:
-    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
+    from arealite.api.tokenizer import Tokenizer
 
 CONTEXT = 0
 """Kind of the tokens before the first trained answer."""
@@ -31,9 +32,7 @@ ALWAYS_READ = {"reward", "conversations"}
 """Columns that are read before a row is tokenized: as min_reward, and as ShareGPT's messages."""
 CHAT_COLUMNS = {"tools", "system"}
 """Columns that belong to a conversation. A row of texts has no place for them."""
-Row = tuple[str, dict[str, object]]
-"""The place of a row, such as "data.jsonl, line 3", and its columns."""
-Messages = list[dict[str, Any]]
+MessageList = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class RowEncoder:
         """Columns of the file that `dataset.columns` names."""
         self.unread = Unread()
 
-    def encode(self, row: Row) -> list[Example]:
+    def encode(self, row: PlacedRow) -> list[Example]:
         """Tokenize a row, and truncate each example to `max_tokens`.
 
         Returns:
@@ -83,7 +82,7 @@ class RowEncoder:
         """
         return self._supervised(row) if self.is_sft else self._pair(row)
 
-    def _supervised(self, row: Row) -> list[Example]:
+    def _supervised(self, row: PlacedRow) -> list[Example]:
         place, columns = row
         present = {name for name, cell in columns.items() if cell is not None}
         if "tokens" in present:
@@ -95,7 +94,7 @@ class RowEncoder:
             return [self._answer(columns, place, "completion")]
         raise _unknown(row, "`messages`, `prompt` and `completion`, or `tokens` and `loss_mask`")
 
-    def _pair(self, row: Row) -> list[Example]:
+    def _pair(self, row: PlacedRow) -> list[Example]:
         place, columns = row
         if columns.get("chosen") is None or columns.get("rejected") is None:
             raise _unknown(row, "`chosen` and `rejected`, and usually `prompt`")
@@ -189,8 +188,8 @@ class RowEncoder:
         self,
         columns: dict[str, Any],
         place: str,
-        prompt: Messages,
-        answer: Messages,
+        prompt: MessageList,
+        answer: MessageList,
     ) -> Example:
         """Tokenize a prompt and an answer that are lists of messages."""
         prompt = _with_system(prompt, columns, place)
@@ -205,7 +204,7 @@ class RowEncoder:
             beginning=beginning,
         )
 
-    def _trained_turns(self, messages: Messages, place: str) -> list[int]:
+    def _trained_turns(self, messages: MessageList, place: str) -> list[int]:
         """Return the indices of the assistant's messages whose `weight` is not 0."""
         turns = list[int]()
         for index, message in enumerate(messages):
@@ -218,7 +217,7 @@ class RowEncoder:
 
     def _chat(
         self,
-        messages: Messages,
+        messages: MessageList,
         place: str,
         turns: list[int],
         tools: Sequence[object],
@@ -241,13 +240,13 @@ class RowEncoder:
 
     def _chat_tokens(
         self,
-        messages: Messages,
+        messages: MessageList,
         turns: list[int],
         tools: Sequence[object],
         beginning: str,
     ) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and their kinds."""
-        conversation = Conversation(self.tokenizer, messages, tools)
+        conversation = RenderedConversation(self.tokenizer, messages, tools)
         conversation.check_context()
         tokens = list[int]()
         kinds = list[int]()
@@ -335,17 +334,17 @@ class RowEncoder:
         present = [name for name, cell in columns.items() if cell is not None]
         self.note_columns([name for name in present if name not in read])
 
-    def _note_message_keys(self, messages: Messages) -> None:
+    def _note_message_keys(self, messages: MessageList) -> None:
         for key in unread_keys(self.tokenizer, messages):
             if key != "weight":
                 self.unread.message_keys[key] = None
 
 
 def _with_system(
-    messages: Messages,
+    messages: MessageList,
     columns: Mapping[str, Any],
     place: str,
-) -> Messages:
+) -> MessageList:
     """Return the messages after the row's column `system`, if it has one."""
     system = columns.get("system")
     if not system:
@@ -362,7 +361,7 @@ def _with_system(
     return [{"role": "system", "content": system}, *messages]
 
 
-def _continued(prompt: Messages, answer: Messages) -> tuple[Messages, Messages, str]:
+def _continued(prompt: MessageList, answer: MessageList) -> tuple[MessageList, MessageList, str]:
     """Join the beginning of an answer at the end of a prompt with the answer.
 
     Returns:
@@ -379,7 +378,7 @@ def _continued(prompt: Messages, answer: Messages) -> tuple[Messages, Messages, 
     return prompt[:-1], [whole_answer, *answer[1:]], beginning
 
 
-def _unknown(row: Row, wanted: str) -> UserError:
+def _unknown(row: PlacedRow, wanted: str) -> UserError:
     """Return the error for a row without the columns that a trainer needs."""
     place, columns = row
     present = [name for name, cell in columns.items() if cell is not None]

@@ -31,7 +31,7 @@ PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class StepRange:
     """Consecutive steps with the same number of ranks and the same config."""
 
     config: Path
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def segments(paths: RunPaths, to: int | None) -> list[Segment]:
+def segments(paths: RunPaths, to: int | None) -> list[StepRange]:
     """Divide the run's steps into segments of equal ranks and config.
 
     Raises:
@@ -102,7 +102,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     return run_segments
 
 
-def _merge_steps(paths: RunPaths, ranks_of_steps: Sequence[tuple[int, int]]) -> list[Segment]:
+def _merge_steps(paths: RunPaths, ranks_of_steps: Sequence[tuple[int, int]]) -> list[StepRange]:
     """Merge consecutive steps with the same number of ranks and the same config.
 
     Args:
@@ -111,14 +111,14 @@ def _merge_steps(paths: RunPaths, ranks_of_steps: Sequence[tuple[int, int]]) -> 
     """
     starts = paths.starts
     config = starts.get(0, paths.config)
-    merged = list[Segment]()
+    merged = list[StepRange]()
     for step, ranks in ranks_of_steps:
         start_config = starts.get(step, config)
         if start_config.read_text() != config.read_text():
             config = start_config
         if merged and merged[-1].ranks == ranks and merged[-1].config == config:
             merged.pop()
-        merged.append(Segment(config=config, ranks=ranks, stop=step + 1))
+        merged.append(StepRange(config=config, ranks=ranks, stop=step + 1))
     return merged
 
 
@@ -130,7 +130,7 @@ def load(file: Path) -> ExperimentConfig:
     return config
 
 
-async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
+async def run_ranks(segment: StepRange, words: Sequence[str]) -> int:
     """Run the ranks of a segment to their end; return 0, or the exit code of the first cause."""
     from arealite.impl.launcher.processes import end_all, rank_environments, spawn, threads
     from arealite.impl.launcher.supervisor import Budget, Role

@@ -5,7 +5,8 @@ their messages. The event loop does not run during a call, so a function may use
 math-verify's time limits do, and `asyncio.run`. Coroutines run in this event loop, in the same
 thread, between the calls.
 
-A message is its length, in 4 bytes, and msgpack. The first one is `Start`, then `Call`s follow.
+A message is its length, in 4 bytes, and msgpack. The first one is `FunctionImports`, then
+`FunctionCall`s follow.
 """
 
 import asyncio
@@ -29,14 +30,14 @@ from arealite.ext.math.checker import die_with_parent
 
 OPTION = "reward.function.paths"
 READY = 0
-"""`Answer.id` of the answer to `Start`."""
+"""`FunctionAnswer.id` of the answer to `FunctionImports`."""
 CANCEL = -1
-"""`Call.function` of a message that cancels the call with this id."""
+"""`FunctionCall.function` of a message that cancels the call with this id."""
 LENGTH_BYTES = 4
 RECEIVE_BYTES = 1 << 18
 
 
-class Start(msgspec.Struct, kw_only=True):
+class FunctionImports(msgspec.Struct, kw_only=True):
     """The state of the worker that the process needs to import the same functions."""
 
     paths: list[str]
@@ -52,16 +53,16 @@ class Start(msgspec.Struct, kw_only=True):
     """The worker's file for the text of closed outputs; "" without one."""
 
 
-class Call(msgspec.Struct, array_like=True, kw_only=True):
+class FunctionCall(msgspec.Struct, array_like=True, kw_only=True):
     """A call of a function, or CANCEL."""
 
     id: int
     function: int
-    """Index in `Start.paths`."""
+    """Index in `FunctionImports.paths`."""
     arguments: dict[str, Any]
 
 
-class Answer(msgspec.Struct, array_like=True, kw_only=True):
+class FunctionAnswer(msgspec.Struct, array_like=True, kw_only=True):
     """The answer to a call."""
 
     id: int
@@ -76,12 +77,12 @@ class Answer(msgspec.Struct, array_like=True, kw_only=True):
     """The function returned a coroutine, which now runs. Another answer has its value."""
 
 
-decode_start = msgspec.msgpack.Decoder(Start).decode
-decode_call = msgspec.msgpack.Decoder(Call).decode
+decode_start = msgspec.msgpack.Decoder(FunctionImports).decode
+decode_call = msgspec.msgpack.Decoder(FunctionCall).decode
 _encode = msgspec.msgpack.Encoder(enc_hook=lambda value: value.tolist()).encode
 
 
-def framed(message: Start | Call | Answer) -> bytes:
+def framed(message: FunctionImports | FunctionCall | FunctionAnswer) -> bytes:
     """Return the bytes of a message. Arrays of numpy become lists."""
     content = _encode(message)
     return len(content).to_bytes(LENGTH_BYTES, "little") + content
@@ -111,11 +112,11 @@ class Frames:
         del received[:message_begin]
 
 
-class Functions:
+class ImportedFunctions:
     """The imported functions, and their calls."""
 
     def __init__(self, calls: socket.socket, answers: socket.socket) -> None:
-        self.start: Start
+        self.start: FunctionImports
         self.functions: list[Any] = []
         self._incoming = calls
         self._outgoing = answers
@@ -147,7 +148,7 @@ class Functions:
         if task is not None:
             task.cancel()
 
-    def _import(self, start: Start) -> Answer:
+    def _import(self, start: FunctionImports) -> FunctionAnswer:
         self.start = start
         if start.output_log:
             outputs.log_to(Path(start.output_log))
@@ -157,15 +158,15 @@ class Functions:
                 import_user_module(module, f"imports=[{module}]")
             self.functions = [import_function(path, f"{OPTION}={path}") for path in start.paths]
         except UserError as error:
-            return Answer(id=READY, error=str(error))
+            return FunctionAnswer(id=READY, error=str(error))
         if start.logging and "structlog" in sys.modules:  # its import takes 0.2 s
             from arealite.base import log
 
             log.setup(**start.logging)
         guard_output()  # an imported module can have replaced the streams
-        return Answer(id=READY)
+        return FunctionAnswer(id=READY)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: FunctionCall) -> None:
         """Call a function; make a task of the coroutine that it returns."""
         try:
             returned = self.functions[call.function](**call.arguments)
@@ -175,10 +176,10 @@ class Functions:
         except BaseException as error:  # noqa: BLE001  (no exception ends the process)
             self._send(self._failed(call, error))
             return
-        self._send(Answer(id=call.id, is_awaited=True))
+        self._send(FunctionAnswer(id=call.id, is_awaited=True))
         self._running[call.id] = self._loop.create_task(self._finish(call, returned))
 
-    async def _finish(self, call: Call, coroutine: Awaitable[object]) -> None:
+    async def _finish(self, call: FunctionCall, coroutine: Awaitable[object]) -> None:
         limit_s = self.start.timeout_s
         limit = asyncio.timeout(limit_s)
         try:
@@ -193,27 +194,27 @@ class Functions:
         del self._running[call.id]
         self._send(answer)
 
-    def _answer(self, call: Call, returned: Any) -> Answer:
+    def _answer(self, call: FunctionCall, returned: Any) -> FunctionAnswer:
         """Return the number in the result of a function."""
         if hasattr(returned, "tolist"):  # numpy and torch
             returned = returned.tolist()
         is_batched = self.start.batched[call.function]
         match returned if is_batched else [returned]:
             case [None]:
-                return Answer(id=call.id)
+                return FunctionAnswer(id=call.id)
             case [SupportsFloat() as reward]:
                 parts: dict[str, float] = getattr(reward, "parts", {})
                 parts = {name: float(part) for name, part in parts.items()}
-                return Answer(id=call.id, value=float(reward), parts=parts)
+                return FunctionAnswer(id=call.id, value=float(reward), parts=parts)
         expected = "a list with one number per completion" if is_batched else "a number or None"
         error = f"{self._name(call)} returned {returned!r:.60}, and must return {expected}"
-        return Answer(id=call.id, error=sendable(error))
+        return FunctionAnswer(id=call.id, error=sendable(error))
 
-    def _failed(self, call: Call, error: BaseException) -> Answer:
+    def _failed(self, call: FunctionCall, error: BaseException) -> FunctionAnswer:
         """Return the answer for a call that raised an exception."""
         error_type = type(error).__name__
         if isinstance(error, EpisodeError):
-            return Answer(
+            return FunctionAnswer(
                 id=call.id,
                 error=sendable(str(error)),
                 error_type=error_type,
@@ -222,12 +223,12 @@ class Functions:
         frame = extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         message = f"{self._name(call)} raised {error_type}: {error} ({place})"
-        return Answer(id=call.id, error=sendable(message))
+        return FunctionAnswer(id=call.id, error=sendable(message))
 
-    def _name(self, call: Call) -> str:
+    def _name(self, call: FunctionCall) -> str:
         return f"reward function {self.start.paths[call.function]}"
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: FunctionAnswer) -> None:
         self._outgoing.sendall(framed(answer))
 
 
@@ -259,7 +260,7 @@ def main() -> None:
     outputs.protect()  # a function may print although the worker's output is closed
     calls = inherited_socket(sys.argv[1])
     answers = inherited_socket(sys.argv[2])
-    Functions(calls, answers).serve()
+    ImportedFunctions(calls, answers).serve()
 
 
 def inherited_socket(descriptor: str) -> socket.socket:

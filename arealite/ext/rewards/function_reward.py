@@ -17,10 +17,11 @@ import inspect
 from collections.abc import Coroutine
 from typing import Any
 
-from arealite.api.reward import FunctionRewardConfig, Reward, Score
+from arealite.api.reward import Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
+from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.ext.rewards.function_process import OPTION
 from arealite.ext.rewards.process_pool import ProcessPool
 

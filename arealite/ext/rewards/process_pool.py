@@ -19,11 +19,17 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.reward import FunctionRewardConfig
 from arealite.base import log, outputs, registry
 from arealite.base.errors import DeadlineError, EpisodeError, RewardTimeout, UserError
 from arealite.ext.rewards import function_process as wire
-from arealite.ext.rewards.function_process import Answer, Call, Frames, Start, framed
+from arealite.ext.rewards.config import FunctionRewardConfig
+from arealite.ext.rewards.function_process import (
+    Frames,
+    FunctionAnswer,
+    FunctionCall,
+    FunctionImports,
+    framed,
+)
 from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
 from arealite.system.health.waits import Wait
 
@@ -44,7 +50,7 @@ started, can hold the connection open."""
 NAME = "reward process"
 COMMAND = (sys.executable, "-m", wire.__name__)
 logger = log.get(__name__)
-_decode = msgspec.msgpack.Decoder(Answer).decode
+_decode = msgspec.msgpack.Decoder(FunctionAnswer).decode
 
 
 class FunctionFailed(EpisodeError, failure_class="reward_function"):
@@ -63,7 +69,7 @@ class PendingCall:
     function_name: str
     """The name of the function in errors, as in "reward function module:name"."""
     message: bytes
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[FunctionAnswer]
     process: "FunctionProcess | None" = None
     """The process that got the call; None: the call is in the queue."""
     begin: float = 0.0
@@ -135,7 +141,7 @@ class FunctionProcess(asyncio.Protocol):
         with (
             calls_of_child,
             answers_of_child,
-            Wait(what="its start", owner="reward pool", on=NAME, seconds=START_S),
+            Wait(event="its start", owner="reward pool", on=NAME, seconds=START_S),
         ):
             self._calls_transport, _ = await loop.create_unix_connection(
                 asyncio.Protocol, sock=calls
@@ -192,7 +198,7 @@ class FunctionProcess(asyncio.Protocol):
         """End a call: kill the process if it makes this call."""
         if call.number in self._coroutines:
             self._calls_transport.write(
-                framed(Call(id=call.number, function=wire.CANCEL, arguments={}))
+                framed(FunctionCall(id=call.number, function=wire.CANCEL, arguments={}))
             )
         elif call is self._first:
             self._kill()
@@ -218,7 +224,7 @@ class FunctionProcess(asyncio.Protocol):
                 self.started.set_result(None)
         self._pool.dispatch()
 
-    def _receive(self, answer: Answer) -> None:
+    def _receive(self, answer: FunctionAnswer) -> None:
         if answer.id in self._calls:
             call = self._calls.pop(answer.id)
         else:
@@ -306,7 +312,7 @@ class ProcessPool:
             self._start_process()
         await asyncio.gather(*(process.started for process in self._processes))
 
-    async def call(self, path: str, arguments: dict[str, Any]) -> Answer:
+    async def call(self, path: str, arguments: dict[str, Any]) -> FunctionAnswer:
         """Call a function and return its answer, which has no error.
 
         Raises:
@@ -316,7 +322,9 @@ class ProcessPool:
         function_name = f"reward function {path}"
         number = next(self._numbers)
         try:
-            message = framed(Call(id=number, function=self.paths.index(path), arguments=arguments))
+            message = framed(
+                FunctionCall(id=number, function=self.paths.index(path), arguments=arguments)
+            )
         except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FunctionFailed(
                 f"{function_name}: the row cannot be sent ({error}). "
@@ -331,7 +339,7 @@ class ProcessPool:
         self._queue.append(call)
         self.dispatch()
         try:
-            with Wait(what=function_name, owner="reward pool", on=NAME):
+            with Wait(event=function_name, owner="reward pool", on=NAME):
                 answer = await call.answer
         except asyncio.CancelledError:
             if call.process is not None:
@@ -379,9 +387,9 @@ class ProcessPool:
         running = [process.running for process in processes if process.running]
         await asyncio.gather(*running, return_exceptions=True)
 
-    def start_message(self) -> Start:
+    def start_message(self) -> FunctionImports:
         """Return the first message of a process."""
-        return Start(
+        return FunctionImports(
             paths=self.paths,
             batched=self._batched,
             sys_path=sys.path,
@@ -397,7 +405,7 @@ class ProcessPool:
         process.running = asyncio.create_task(process.run(), name=NAME)
 
 
-def error_of(answer: Answer) -> EpisodeError:
+def error_of(answer: FunctionAnswer) -> EpisodeError:
     """Return the EpisodeError that a function raised; for other exceptions a FunctionFailed."""
     if not answer.failure_class:
         return FunctionFailed(answer.error)

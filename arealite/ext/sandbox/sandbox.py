@@ -102,7 +102,7 @@ class Sandbox:
         encoded_request = request(program, stdin)
         async with self._slots:
             wait = Wait(
-                what="a program in the sandbox",
+                event="a program in the sandbox",
                 owner="sandbox",
                 on="sandbox_init",
                 seconds=START_S + self.config.timeout_s,
@@ -243,7 +243,7 @@ async def stop(process: Process) -> None:
     assert process.stdin and process.stdout
     process.stdin.close()
     try:
-        with Wait(what="its end", owner="sandbox", on="sandbox_init", seconds=END_S):
+        with Wait(event="its end", owner="sandbox", on="sandbox_init", seconds=END_S):
             with suppress(RuntimeError):  # a cancelled `communicate` still reads
                 await process.stdout.read()
             await process.wait()

@@ -1,9 +1,9 @@
 """Build the seccomp filter of confined programs: a BPF program that refuses system calls."""
 
 import os
+from dataclasses import dataclass
 from errno import ENOSYS, EPERM
 from struct import pack
-from typing import NamedTuple
 
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
@@ -28,7 +28,8 @@ ARGUMENTS_OFFSET = 16
 """Offset of the first argument; each argument has 8 bytes."""
 
 
-class Instruction(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
     """An instruction of BPF, the kernel's struct sock_filter."""
 
     code: int
@@ -37,13 +38,35 @@ class Instruction(NamedTuple):
     skip_if_false: int
     operand: int
 
+    def encode(self) -> bytes:
+        """Return the struct."""
+        return pack("HBBI", self.code, self.skip_if_true, self.skip_if_false, self.operand)
+
+
+def _plain(code: int, operand: int) -> Instruction:
+    return Instruction(
+        code=code,
+        skip_if_true=0,
+        skip_if_false=0,
+        operand=operand,
+    )
+
 
 def _load(offset: int) -> Instruction:
-    return Instruction(LOAD, 0, 0, offset)
+    return _plain(LOAD, offset)
 
 
 def _return(action: int) -> Instruction:
-    return Instruction(RETURN, 0, 0, action)
+    return _plain(RETURN, action)
+
+
+def _jump(code: int, operand: int, *, if_true: int = 0, if_false: int = 0) -> Instruction:
+    return Instruction(
+        code=code,
+        skip_if_true=if_true,
+        skip_if_false=if_false,
+        operand=operand,
+    )
 
 
 REFUSE = _return(0x50000 | EPERM)
@@ -67,29 +90,31 @@ def seccomp_filter() -> bytes:
     audit_arch, column = MACHINES[machine]
     instructions = [
         _load(MACHINE_OFFSET),
-        Instruction(JUMP_IF_EQUAL, 1, 0, audit_arch),
+        _jump(JUMP_IF_EQUAL, audit_arch, if_true=1),
         KILL,
         _load(NUMBER_OFFSET),
-        Instruction(JUMP_IF_AT_LEAST, 0, 1, X32_BIT),
+        _jump(JUMP_IF_AT_LEAST, X32_BIT, if_false=1),
         REFUSE,
-        Instruction(JUMP_IF_EQUAL, 0, 1, CLONE3),
+        _jump(JUMP_IF_EQUAL, CLONE3, if_false=1),
         MISSING,
     ]
     for numbers in CALLS["forbidden"].values():
         instructions += [
-            Instruction(JUMP_IF_EQUAL, 0, 1, numbers[column]),
+            _jump(JUMP_IF_EQUAL, numbers[column], if_false=1),
             REFUSE,
         ]
     for rule in CALLS["allowed_if"].values():
-        must_equal = "equal" in rule
-        operand = rule["equal"] if must_equal else rule["differ"]
+        if "equal" in rule:
+            refuse_next = _jump(JUMP_IF_EQUAL, rule["equal"], if_true=1)
+        else:
+            refuse_next = _jump(JUMP_IF_EQUAL, rule["differ"], if_false=1)
         instructions += [
-            Instruction(JUMP_IF_EQUAL, 0, 5, rule["numbers"][column]),
+            _jump(JUMP_IF_EQUAL, rule["numbers"][column], if_false=5),
             _load(ARGUMENTS_OFFSET + 8 * rule["argument"]),
-            Instruction(AND, 0, 0, rule["mask"]),
-            Instruction(JUMP_IF_EQUAL, int(must_equal), int(not must_equal), operand),
+            _plain(AND, rule["mask"]),
+            refuse_next,
             REFUSE,
             ALLOW,
         ]
     instructions.append(ALLOW)
-    return b"".join(pack("HBBI", *instruction) for instruction in instructions)
+    return b"".join(instruction.encode() for instruction in instructions)

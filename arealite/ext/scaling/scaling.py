@@ -16,6 +16,7 @@ from typing import cast
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import log
 from arealite.ext.scaling.autoscale import Autoscaler, Reading
+from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
 from arealite.system.names.name_registry import NameRegistry
@@ -61,7 +62,7 @@ class Scaling:
         self.workers.set_limit(self.min_concurrency)
         self.workers.extra_metrics = self.metrics
 
-    def desired_workers(self) -> dict[str, int]:
+    def entry(self) -> dict[str, int]:
         """Return {"workers": desired number}; {} before the first decision."""
         return {"workers": self.num_workers} if self.num_workers else {}
 
@@ -189,3 +190,17 @@ def worker_index(worker_id: str) -> int:
     """Return the index in a worker id such as rollout-3@host; -1 if it has none."""
     digits = worker_id.partition("@")[0].rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
+
+
+def scaling_of(datapipe: Datapipe) -> Scaling | None:
+    """Return the scaling of a datapipe; None if `autoscale` is off."""
+    config = datapipe.config
+    is_enabled = config.trainer.ppo.collector.autoscale.enabled
+    if not is_enabled or datapipe.registry is None:
+        return None
+    return Scaling(
+        config=config,
+        registry=datapipe.registry,
+        store=datapipe.machine.store,
+        workers=datapipe.machine.workers,
+    )

@@ -87,9 +87,9 @@ def self_check(
         raise UserError(faults[0])
     seconds = round(time.perf_counter() - begin, 2)
     if check.skipped - {PLAIN}:
-        logger.warning("self-check incomplete", seconds=seconds, **check.found)
+        logger.warning("self-check incomplete", seconds=seconds, **check.outcomes)
     else:
-        logger.info("self-check passed", seconds=seconds, **check.found)
+        logger.info("self-check passed", seconds=seconds, **check.outcomes)
 
 
 class SelfCheck:
@@ -107,7 +107,7 @@ class SelfCheck:
         self.world = world
         self.version = version
         self.folder = Path(config.model.path).expanduser()
-        self.dtype = config.trainer.own.engine.fsdp.dtype
+        self.dtype = config.trainer.selected_options.engine.fsdp.dtype
         self.model = read_json(self.folder)
         self.temperature = config.trainer.ppo.collector.sampling.temperature or 1.0
         self.names = NameRegistry.of(config)
@@ -117,13 +117,13 @@ class SelfCheck:
         """The reference on rank 0; None on other ranks, or if a second copy does not fit."""
         self.is_initial = version == 0 and not config.model.adapter
         """Whether the trainer's weights are those of the model folder."""
-        self.found: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}
         """The result of each comparison, for the log."""
 
     @property
     def skipped(self) -> set[str]:
         """The programs that were not compared."""
-        return {other for other, outcome in self.found.items() if outcome.startswith(SKIPPED)}
+        return {other for other, outcome in self.outcomes.items() if outcome.startswith(SKIPPED)}
 
     def faults(self) -> list[str]:
         """Return the error of each comparison that is above its bound."""
@@ -133,20 +133,20 @@ class SelfCheck:
     def compare(self) -> list[Comparison]:
         """Return the comparison with plain transformers, if it fits, and with each server."""
         comparisons = self.ask()
-        if not (comparisons or self.found):
-            self.found["servers"] = f"{SKIPPED}: none has version {self.version}"
+        if not (comparisons or self.outcomes):
+            self.outcomes["servers"] = f"{SKIPPED}: none has version {self.version}"
         shapes = read_shapes(self.folder)
         numel = sum(map(prod, shapes.values()))
         reason = self.world.broadcast(obstacle(numel))
         if reason:
-            self.found[PLAIN] = f"{SKIPPED}: {reason}"
+            self.outcomes[PLAIN] = f"{SKIPPED}: {reason}"
         else:
             self._load_plain()
             comparisons.insert(0, self._compare_plain(comparisons))
         if self.plain:
             comparisons = self.with_measured_bounds(comparisons)
         comparisons = self.world.broadcast(comparisons)
-        self.found |= {comparison.other: comparison.text for comparison in comparisons}
+        self.outcomes |= {comparison.other: comparison.text for comparison in comparisons}
         return comparisons
 
     def _load_plain(self) -> None:
@@ -247,11 +247,11 @@ class SelfCheck:
         if self.world.is_rank0:
             servers = self.names.list("llm_server")
             with (
-                Wait(what=NAME, owner="trainer-0", on="llm_server"),
+                Wait(event=NAME, owner="trainer-0", on="llm_server"),
                 ThreadPoolExecutor(32) as pool,
             ):
                 answers = [*pool.map(self._ask, servers)]
-        answers, self.found = self.world.broadcast((answers, self.found))
+        answers, self.outcomes = self.world.broadcast((answers, self.outcomes))
         return [replace(answer, ours=self.score(answer.rows)) for answer in answers if answer]
 
     def _request(
@@ -276,7 +276,7 @@ class SelfCheck:
         name = f"server {server['address']}"
         prompts, num_new = self.prompts(server.get("context_length"))
 
-        def generate(prompt: list[int]) -> sglang_messages.Answer:
+        def generate(prompt: list[int]) -> sglang_messages.GenerateAnswer:
             sampling_params = {
                 "temperature": self.temperature,
                 "max_new_tokens": num_new,
@@ -297,7 +297,7 @@ class SelfCheck:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 answers = [*pool.map(generate, prompts)]
         except (OSError, HTTPException, ValueError) as error:
-            self.found[name] = f"{SKIPPED}: {error!r}"
+            self.outcomes[name] = f"{SKIPPED}: {error!r}"
             return None
         facts = {
             "dtype": info.get("dtype"),

@@ -1,11 +1,12 @@
 """Checks a chat template against the tokenizer, the stop tokens, and the parser of tool calls."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from arealite.api.agent import agents, load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import eos_tokens, has_chat_template
 from arealite.ext.agents.tool_use import ToolUseAgent, format_of
@@ -17,6 +18,13 @@ from arealite.ext.offline.answers import USER, marker_id, turn_end
 from arealite.system.data.templates import common_prefix_length
 
 ARGUMENTS = {"query": "a b", "count": 3}
+
+
+def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """Yield the faults of a run's chat template (hook `check`), if prompts go through it."""
+    if facts.tokenizer is not None:
+        for fault in check_template(config, facts.tokenizer):
+            yield "template", fault
 
 
 def check_template(config: ExperimentConfig, tokenizer: Any = None) -> list[str]:

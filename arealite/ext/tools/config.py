@@ -1,10 +1,12 @@
 """Options of the tools environment and of the built-in tools."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Package, named, opt, sub
 from arealite.api.reward import RewardConfig
+from arealite.base.extras import extra_requirement
 from arealite.ext.sandbox.config import SandboxConfig
 
 
@@ -72,7 +74,7 @@ class ArithmeticConfig:
 class ToolsEnvConfig:
     """The environment whose tasks are solved with tools."""
 
-    tools: list[str] = sub(lambda: ["calculator"], "registered names of the tools")
+    tools: list[str] = named("tool", lambda: ["calculator"], "registered names of the tools")
     mcp: dict[str, MCPServerConfig] = sub(dict, "MCP servers, by names of your choice")
     max_turns: int = opt(8, "turns after which the episode ends", at_least=1)
     max_calls: int = opt(8, "concurrent calls of one turn; further calls fail", at_least=1)
@@ -84,3 +86,11 @@ class ToolsEnvConfig:
     python: PythonToolConfig = sub(PythonToolConfig, "options of the tool python")
     search: SearchToolConfig = sub(SearchToolConfig, "options of the tool search")
     files: FilesToolConfig = sub(FilesToolConfig, "options of the tool files")
+
+    def packages(self) -> Iterator[Package]:
+        """Yield the packages of the MCP servers and of the tools."""
+        tools = extra_requirement("tools")
+        if self.mcp:
+            yield Package("mcp", tools, "mcp")
+        if "python" in self.tools and self.python.backend == "monty":
+            yield Package("pydantic_monty", tools, "python.backend=monty")

@@ -21,7 +21,7 @@ from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.ext.tools.calculator import evaluate
 from arealite.ext.tools.config import ArithmeticConfig, ToolsEnvConfig
-from arealite.ext.tools.toolbox import Answer, States, Toolbox
+from arealite.ext.tools.toolbox import States, ToolAnswer, Toolbox
 
 HELD_OUT = 4
 """One in HELD_OUT generated tasks is left out of the split train and used by all other splits."""
@@ -32,13 +32,14 @@ class CallOutcome(NamedTuple):
 
     tool_name: str
     answer_kind: str
-    """See `Answer.kind`."""
+    """See `ToolAnswer.kind`."""
 
 
 class ToolsEnv(Env):
     """Offers tools, executes the calls of each turn concurrently, and scores the last answer."""
 
     resumable = True
+    prompt_use = "first"
 
     def __init__(self, args: TrialConfig, config: ToolsEnvConfig) -> None:
         super().__init__(args, config)
@@ -149,7 +150,7 @@ class ToolsEnv(Env):
             observation = Observation(messages, tools=schemas)
         return await agent.act(observation)
 
-    async def _answer(self, calls: tuple[ToolCall, ...], states: States) -> list[Answer]:
+    async def _answer(self, calls: tuple[ToolCall, ...], states: States) -> list[ToolAnswer]:
         """Execute the calls of one turn concurrently; refuse calls beyond `max_calls`."""
         limit = self.config.max_calls
         executed = calls[:limit]
@@ -157,11 +158,11 @@ class ToolsEnv(Env):
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.box.call(call, states)) for call in executed]
         answers = [task.result() for task in tasks]
-        refusal = Answer(f"error: more than {limit} calls in one turn", "malformed")
+        refusal = ToolAnswer(f"error: more than {limit} calls in one turn", "malformed")
         return answers + [refusal] * len(refused)
 
 
-def tool_message(call: ToolCall, answer: Answer) -> dict[str, object]:
+def tool_message(call: ToolCall, answer: ToolAnswer) -> dict[str, object]:
     """Return the answer of a call as a message of a chat."""
     return {
         "role": "tool",

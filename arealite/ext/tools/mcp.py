@@ -116,7 +116,7 @@ class MCPServer:
         client = self._sdk.Client(self._target())
         session = _Session(client, f"session with MCP server {self.name}")
         wait = Wait(
-            what=f"the tools of MCP server {self.name}",
+            event=f"the tools of MCP server {self.name}",
             owner="environment tools",
             on=f"MCP server {self.name}",
             seconds=self.config.start_timeout_s,

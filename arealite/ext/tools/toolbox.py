@@ -34,7 +34,7 @@ class ToolCrash(EpisodeError, failure_class="tool_crash"):
     """A tool raised an exception other than ToolError. The agent is not at fault."""
 
 
-class Answer(NamedTuple):
+class ToolAnswer(NamedTuple):
     """The answer to a call, as the agent gets it."""
 
     content: str
@@ -88,7 +88,7 @@ class Toolbox:
                 await tool.begin(task, states[name])
             yield states
 
-    async def call(self, call: ToolCall, states: States) -> Answer:
+    async def call(self, call: ToolCall, states: States) -> ToolAnswer:
         """Execute one call; return the answer for the agent.
 
         Raises:
@@ -97,17 +97,17 @@ class Toolbox:
         tool = self.tools.get(call.name)
         if tool is None:
             problem = call.error or unknown("tool", call.name, [*self.tools])
-            return Answer(f"error: {problem}", "malformed")
+            return ToolAnswer(f"error: {problem}", "malformed")
         parameters = tool.schema["function"]["parameters"]
         problem = call.error or mismatch(call.arguments, parameters)
         if problem:
-            return Answer(f"error: {problem}", "malformed")
+            return ToolAnswer(f"error: {problem}", "malformed")
         async with tool.slots:
             return await self._call(tool, call, states[call.name])
 
-    async def _call(self, tool: Tool, call: ToolCall, state: dict[str, object]) -> Answer:
+    async def _call(self, tool: Tool, call: ToolCall, state: dict[str, object]) -> ToolAnswer:
         wait = Wait(
-            what=f"the answer of tool {call.name}",
+            event=f"the answer of tool {call.name}",
             owner=OWNER,
             on=f"tool {call.name}",
             seconds=self.config.timeout_s,
@@ -115,15 +115,15 @@ class Toolbox:
         try:
             with wait:
                 content = await tool.call(call.arguments, state)
-                return Answer(self._cut(content))
+                return ToolAnswer(self._cut(content))
         except ToolError as error:
-            return Answer(self._cut(f"error: {error}"), "failed")
+            return ToolAnswer(self._cut(f"error: {error}"), "failed")
         except DeadlineError:
             if not wait.expired:
                 raise
             if isinstance(tool, MCPTool):
                 tool.server.check()
-            return Answer(f"error: timed out after {wait.seconds:g} s", "timeout")
+            return ToolAnswer(f"error: timed out after {wait.seconds:g} s", "timeout")
         except ArealiteError:
             raise
         except Exception as error:

@@ -54,7 +54,7 @@ class LiveRun:
         self._problem = ""
         self._version = ""
         self._report = dict[str, Any]()
-        self._chunks = list[list[report_rows.Row]]()
+        self._chunks = list[list[report_rows.TrajectoryRow]]()
         self._blocks = lru_cache(maxsize=4)(self._read_chunk)
 
     def answer(self, name: str, version: str) -> bytes:

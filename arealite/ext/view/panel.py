@@ -14,9 +14,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from arealite.base.trial_files import RunPaths
 from arealite.ext.view.report_run import roles
-from arealite.ext.view.snapshot import PUBLISHING, Snapshot
+from arealite.ext.view.snapshot import PUBLISHING, RunReader, Snapshot
 from arealite.impl.launcher.supervisor import describe
+from arealite.impl.launcher.terminal import Render
 from arealite.system.names.name_registry import Entry
 
 MAX_WIDTH = 118
@@ -35,13 +37,27 @@ CURVES = {
 """Metrics that have a curve, by the label of their row."""
 
 
-class Row(NamedTuple):
+class PanelRow(NamedTuple):
     """A row of the panel."""
 
     rank: int
     """The rows with the highest rank are left out first in a small terminal."""
     label: str
     line: Text
+
+
+def panel_of(paths: RunPaths) -> Render:
+    """Return a function that renders the present panel of a run (hook `panel`).
+
+    Raises:
+        UserError: the folder is no run folder.
+    """
+    return renderer(RunReader(paths))
+
+
+def renderer(watch: RunReader) -> Render:
+    """Return a function that reads a run and renders its panel."""
+    return lambda width, height: panel(watch.read(), width=width, height=height)
 
 
 def panel(shot: Snapshot, *, width: int = MAX_WIDTH, height: int = 100) -> RenderableType:
@@ -71,24 +87,24 @@ def panel(shot: Snapshot, *, width: int = MAX_WIDTH, height: int = 100) -> Rende
     )
 
 
-def progress(shot: Snapshot) -> Iterator[Row]:
+def progress(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield the rows on progress and results; the first one has the number of steps."""
     newest = shot.metrics.newest
-    yield Row(-1, "step", Text(_steps(shot)))
+    yield PanelRow(-1, "step", Text(_steps(shot)))
     for label, metric in CURVES.items():
         curve = shot.metrics.curves.get(metric)
         if curve:
             line = _curve(newest, metric, curve)
-            yield Row(0, label, Text(line))
+            yield PanelRow(0, label, Text(line))
     if "train/accuracy" in newest:
         accuracy = newest["train/accuracy"]
-        yield Row(1, "accuracy", Text(f"{accuracy:.3f}"))
+        yield PanelRow(1, "accuracy", Text(f"{accuracy:.3f}"))
     yield from _held_out(shot)
     if "staleness/mean" in newest:
         mean = newest["staleness/mean"]
         largest = shown(newest, "staleness/max", ".0f")
         line = f"{mean:.1f} versions on average, {largest} at most"
-        yield Row(2, "staleness", Text(line))
+        yield PanelRow(2, "staleness", Text(line))
     yield from _throughput(shot)
 
 
@@ -120,7 +136,7 @@ def _curve(newest: Mapping[str, float], metric: str, curve: Sequence[float]) -> 
     return f"{number}  {change}  {spark(curve)} {min(curve):.3g} … {max(curve):.3g}"
 
 
-def _held_out(shot: Snapshot) -> Iterator[Row]:
+def _held_out(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield a row for each metric of the evaluations, with its last and first number."""
     evals = shot.metrics.evals
     for name in ("reward", "accuracy", "loss"):
@@ -130,10 +146,10 @@ def _held_out(shot: Snapshot) -> Iterator[Row]:
             ends = dict.fromkeys((max(steps), min(steps)))
             numbers = [f"{evals[step][metric]:.3f} after {step:,} steps" for step in ends]
             line = f"{name} {', '.join(numbers)}"
-            yield Row(1, "held-out", Text(line))
+            yield PanelRow(1, "held-out", Text(line))
 
 
-def _throughput(shot: Snapshot) -> Iterator[Row]:
+def _throughput(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield the tokens a second that were trained and generated in the newest steps."""
     for kind in ("trained", "generated"):
         metric = f"throughput/{kind}_tokens_per_s"
@@ -142,7 +158,7 @@ def _throughput(shot: Snapshot) -> Iterator[Row]:
         if any(rates):
             seconds = [line["time/step_s"] for line in lines]
             mean_rate = fmean(rates, seconds)
-            yield Row(1, kind, Text(f"{mean_rate:,.0f} tokens a second"))
+            yield PanelRow(1, kind, Text(f"{mean_rate:,.0f} tokens a second"))
 
 
 def shown(line: Mapping[str, float], metric: str, form: str) -> str:
@@ -150,26 +166,26 @@ def shown(line: Mapping[str, float], metric: str, form: str) -> str:
     return format(line[metric], form) if metric in line else "-"
 
 
-def shares(shot: Snapshot) -> Iterator[Row]:
+def shares(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield a bar for the time of each role in the newest steps.
 
     Before the first step, yield the present activity of the run.
     """
     if shot.now:
-        yield Row(0, "now", Text(shot.now))
+        yield PanelRow(0, "now", Text(shot.now))
     lines = [*shot.metrics.recent]
     if lines:
         head = f"% of the last {len(lines)} steps"
-        yield Row(9, "", Text())
-        yield Row(8, "time", Text(head, "dim"))
+        yield PanelRow(9, "", Text())
+        yield PanelRow(8, "time", Text(head, "dim"))
     has_episodes = "episode/trajectories" in shot.metrics.newest
     for order, (role, parts) in enumerate(roles(lines).items()):
         is_shown = role == "trainer" or has_episodes
         if is_shown and any(parts.values()):
-            yield Row(3 + order % 4, role, bar(parts))
+            yield PanelRow(3 + order % 4, role, bar(parts))
 
 
-def weights(shot: Snapshot) -> Iterator[Row]:
+def weights(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield the seconds of the weight updates, by part."""
     curves = dict[str, Sequence[float]]()
     for part in PUBLISHING:
@@ -182,11 +198,11 @@ def weights(shot: Snapshot) -> Iterator[Row]:
     last_s = [curve[-1] for curve in curves.values()]
     mean_s = map(fmean, curves.values())
     worst_s = map(max, curves.values())
-    yield Row(9, "", Text())
-    yield Row(6, "weights", Text(f"{head}  in ms", "dim"))
-    yield Row(6, "  last", _milliseconds(last_s))
-    yield Row(8, "  mean", _milliseconds(mean_s))
-    yield Row(7, "  worst", _milliseconds(worst_s))
+    yield PanelRow(9, "", Text())
+    yield PanelRow(6, "weights", Text(f"{head}  in ms", "dim"))
+    yield PanelRow(6, "  last", _milliseconds(last_s))
+    yield PanelRow(8, "  mean", _milliseconds(mean_s))
+    yield PanelRow(7, "  worst", _milliseconds(worst_s))
 
 
 def _milliseconds(seconds: Iterable[float]) -> Text:
@@ -195,38 +211,38 @@ def _milliseconds(seconds: Iterable[float]) -> Text:
     return Text("".join(cells))
 
 
-def health(shot: Snapshot) -> Iterator[Row]:
+def health(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield the rows on servers, failures, and roles that block the run."""
     newest = shot.metrics.newest
-    yield Row(9, "", Text())
+    yield PanelRow(9, "", Text())
     if shot.servers or "publish/version" in newest:
         yield from servers(shot.servers)
     failures = sorted(shot.failures.items())
     counts = [f"{name} {count:,}" for name, count in failures]
     if counts:
         line = ", ".join(counts)
-        yield Row(1, "failures", Text(line))
+        yield PanelRow(1, "failures", Text(line))
     elif "rollout/episodes" in newest:
-        yield Row(5, "failures", Text("none"))
+        yield PanelRow(5, "failures", Text("none"))
     blocks_others = any(finding.waiters for finding in shot.findings)
     label = "blocked by" if blocks_others else "in trouble"
     for number, finding in enumerate(shot.findings[:FINDINGS]):
-        yield Row(
+        yield PanelRow(
             rank=number,
             label="" if number else label,
             line=Text(describe(finding), "bold red"),
         )
 
 
-def servers(entries: Sequence[Entry]) -> Iterator[Row]:
+def servers(entries: Sequence[Entry]) -> Iterator[PanelRow]:
     """Yield a row on all live servers, and one per server."""
     if len(entries) == 1:
-        yield Row(2, "servers", _server_line(entries[0]))
+        yield PanelRow(2, "servers", _server_line(entries[0]))
         return
     line = f"{len(entries)} live{describe_servers(entries)}"
-    yield Row(2, "servers", Text(line))
+    yield PanelRow(2, "servers", Text(line))
     for number, entry in enumerate(entries[:SERVERS]):
-        yield Row(10 + number, "", _server_line(entry))
+        yield PanelRow(10 + number, "", _server_line(entry))
 
 
 def _server_line(entry: Entry) -> Text:

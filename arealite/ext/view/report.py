@@ -65,10 +65,10 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
     return {**counts, "bytes": out.stat().st_size}
 
 
-def read(paths: RunPaths, *, most: int) -> tuple[list[report_rows.Row], dict[str, Any]]:
+def read(paths: RunPaths, *, most: int) -> tuple[list[report_rows.TrajectoryRow], dict[str, Any]]:
     """Return at most `most` trajectories of a run, and all other data of its report."""
     run = report_run.describe(paths)
-    rows = list[report_rows.Row]()
+    rows = list[report_rows.TrajectoryRow]()
     num_trajectories = 0
     table = None
     if paths.ledger.exists():

@@ -7,6 +7,7 @@ Shape letter: T = tokens of a chunk.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +60,7 @@ TOKEN = np.dtype(
 )
 """The page's record of a token. `age` is its policy version less the trajectory's oldest; NaN means
 unknown. Age, logprob, advantage and difference are 0 where the policy did not sample the token."""
-Turns = list[list[tuple[int, int, str]]]
+SegmentTurns = list[list[tuple[int, int, str]]]
 """For each segment of a trajectory, its turns: start, number of reused tokens, and reason."""
 GROUPS = """
 SELECT group_id, g.task_id, state, reason, g.step, IFNULL(ranks, 0), COUNT(*)
@@ -69,7 +70,8 @@ GROUP BY seq ORDER BY g.step IS NULL, g.step, place, seq"""
 HEADERS = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
 
 
-class GroupRow(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
     """A group of the ledger that has trajectories."""
 
     group_id: str
@@ -83,27 +85,33 @@ class GroupRow(NamedTuple):
     """Number of trajectories."""
 
 
-class Row(NamedTuple):
+GROUP_FIELDS = [field.name for field in fields(GroupRow)]
+
+
+class TrajectoryRow(NamedTuple):
     """A trajectory of a report."""
 
     group: GroupRow
     header: TrajectoryHeader
 
 
-def choose(ledger: Path, most: int) -> tuple[list[Row], int]:
+def choose(ledger: Path, most: int) -> tuple[list[TrajectoryRow], int]:
     """Return at most `most` trajectories, and the number of all.
 
     Groups are whole, evenly distributed over the steps and in their order; untrained ones are last.
     """
     with closing(connect(ledger, read_only=True)) as db:
         db.execute("BEGIN")  # a consistent view of a running run
-        groups = [GroupRow._make(columns) for columns in db.execute(GROUPS)]
+        groups = [
+            GroupRow(**dict(zip(GROUP_FIELDS, columns, strict=True)))
+            for columns in db.execute(GROUPS)
+        ]
         num_trajectories = sum(group.size for group in groups)
-        rows = list[Row]()
+        rows = list[TrajectoryRow]()
         share = min(1.0, most / max(num_trajectories, 1))
         for group in _even_share(groups, share):
             for (header,) in db.execute(HEADERS, (group.group_id,)):
-                rows.append(Row(group, decode_header(header)))
+                rows.append(TrajectoryRow(group, decode_header(header)))
         return rows, num_trajectories
 
 
@@ -117,10 +125,10 @@ def _even_share(groups: Sequence[GroupRow], share: float) -> Iterator[GroupRow]:
             yield group
 
 
-def table(rows: Sequence[Row]) -> dict[str, object]:
+def table(rows: Sequence[TrajectoryRow]) -> dict[str, object]:
     """Return the columns of the rows, and the number of rows of each chunk."""
     columns = dict[str, object]()
-    for name in GroupRow._fields:
+    for name in GROUP_FIELDS:
         columns[name] = [getattr(row.group, name) for row in rows]
     for name in SHOWN:
         columns[name] = [getattr(row.header, name) for row in rows]
@@ -136,9 +144,9 @@ def _step_from_1(group: GroupRow) -> int | None:
     return group.step + 1
 
 
-def cut(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def cut(rows: Sequence[TrajectoryRow]) -> Iterator[list[TrajectoryRow]]:
     """Yield the rows of each chunk."""
-    chunk = list[Row]()
+    chunk = list[TrajectoryRow]()
     tokens = 0
     for row in rows:
         chunk.append(row)
@@ -162,7 +170,7 @@ class Chunks:
         read_stats = partial(token_stats.read, paths.token_stats)
         self._stats = lru_cache(maxsize=1)(read_stats)
 
-    def pack(self, rows: Sequence[Row]) -> tuple[bytes, bytes, bytes]:
+    def pack(self, rows: Sequence[TrajectoryRow]) -> tuple[bytes, bytes, bytes]:
         """Return the blocks of a chunk: as byte planes, its token ids (u4 [T]) and TOKEN [T]; as
         JSON, the turns of each segment of each row.
 
@@ -171,7 +179,7 @@ class Chunks:
         ids = [row.header.trajectory_id for row in rows]
         token_ids = list[np.ndarray]()
         token_records = list[np.ndarray]()
-        turns_of_rows = list[Turns]()
+        turns_of_rows = list[SegmentTurns]()
         payloads = read_payloads(self._ledger, ids, dropped=b"")
         for row, payload in zip(rows, payloads, strict=True):
             arrays, turns = self._arrays(row.header, payload)
@@ -190,7 +198,7 @@ class Chunks:
 
     def _arrays(
         self, header: TrajectoryHeader, payload: bytes
-    ) -> tuple[dict[str, np.ndarray], Turns]:
+    ) -> tuple[dict[str, np.ndarray], SegmentTurns]:
         """Return FIELDS over all segments, and the turns.
 
         If the payload contradicts the header, return zeros and [].
@@ -208,7 +216,7 @@ class Chunks:
         blank["loss_mask"][: header.trained_tokens] = 1
         return blank, []
 
-    def _records(self, row: Row, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    def _records(self, row: TrajectoryRow, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """Return TOKEN of a row's tokens."""
         mask = arrays["loss_mask"].astype(bool)
         ages = arrays["versions"] - row.header.oldest_version
@@ -228,7 +236,7 @@ class Chunks:
             records["difference"][mask] = np.nan
         return records
 
-    def _trainer_stats(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+    def _trainer_stats(self, row: TrajectoryRow) -> tuple[np.ndarray, np.ndarray]:
         """Return advantages and differences of a row's sampled tokens; empty if unknown."""
         unknown = (np.empty(0), np.empty(0))
         group = row.group

@@ -17,7 +17,7 @@ from arealite.base.data import read_toml
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
 from arealite.ext.audit.audit_queries import TRAINED
-from arealite.ext.view.snapshot import Line, Metrics, is_step
+from arealite.ext.view.snapshot import MetricsLine, MetricsReader, is_step
 from arealite.impl.logger import metric_names as names
 from arealite.system.ledger.ledger import connect
 
@@ -32,7 +32,7 @@ LABELS = read_toml(__file__, "report.toml")
 
 def describe(paths: RunPaths) -> dict[str, Any]:
     """Return the data on the whole run that the report's scripts read."""
-    lines = Metrics(paths.metrics).poll()
+    lines = MetricsReader(paths.metrics).poll()
     steps = [line for line in lines if is_step(line)]
     evals = [line for line in lines if not is_step(line)]
     stride = max(1, math.ceil(len(steps) / POINTS))
@@ -63,7 +63,7 @@ def run_name(paths: RunPaths) -> str:
     return "/".join(paths.root.absolute().parts[-2:])
 
 
-def _descriptions(lines: Sequence[Line]) -> dict[str, str]:
+def _descriptions(lines: Sequence[MetricsLine]) -> dict[str, str]:
     """Return the description of each metric of a run that has one."""
     descriptions = dict[str, str]()
     metric_names = set[str]().union(*lines)
@@ -74,22 +74,22 @@ def _descriptions(lines: Sequence[Line]) -> dict[str, str]:
     return descriptions
 
 
-def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
+def columns(lines: Sequence[MetricsLine]) -> dict[str, list[float | None]]:
     """Return one list per metric, by ascending step; None where a step lacks the metric."""
     metric_names = dict.fromkeys(name for line in lines for name in line)
     merged = by_step(lines)
     return {name: [line.get(name) for line in merged] for name in metric_names}
 
 
-def by_step(lines: Iterable[Line]) -> list[Line]:
+def by_step(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     """Return one line for each step, in their order: metrics and evaluations together."""
-    rows = defaultdict[float, Line](dict)
+    rows = defaultdict[float, MetricsLine](dict)
     for line in lines:
         rows[line["step"]] |= line
     return [rows[step] for step in sorted(rows)]
 
 
-def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
+def roles(steps: Sequence[MetricsLine]) -> dict[str, dict[str, float]]:
     """Return each role's seconds by part; the parts add up to the role's whole time."""
     total = defaultdict[str, float](float)
     for line in steps:
@@ -150,7 +150,7 @@ def _episode_seconds(total: Mapping[str, float]) -> dict[str, float]:
     return parts
 
 
-def _worker_seconds(steps: Sequence[Line]) -> dict[str, float]:
+def _worker_seconds(steps: Sequence[MetricsLine]) -> dict[str, float]:
     """Return the seconds in which workers were full, and in which they waited for a lease."""
     idle = 0.0
     full = 0.0

@@ -1,17 +1,14 @@
 """State of a run, read from its files: config, metrics, names and vitals.
 
-The launcher's console and `arealite top`, which may run on another machine, use this reader.
+The panel of the launcher and `arealite top`, which may run on another machine, use this reader.
 """
 
-import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal, cast
 
-import msgspec
 from omegaconf import DictConfig, OmegaConf
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir
@@ -20,12 +17,12 @@ from arealite.api.trial import ClusterConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
+from arealite.impl.logger.metrics_file import MetricsFile, MetricsLine, is_step
 from arealite.system.clocks import folder_time
 from arealite.system.health import diagnosis
 from arealite.system.health.diagnosis import Finding, RoleStatus
 from arealite.system.names.name_registry import Entry, NameRegistry
 
-Line = dict[str, float]
 WINDOW = 20
 """Number of steps over which rates and waits are averaged."""
 QUIET_S = 120.0
@@ -35,78 +32,33 @@ FAILED = "failed_"
 """Prefix of the counters of failed episodes, in metrics and vitals."""
 PUBLISHING = ("stage", "pause", "load", "continue", "stall")
 """Parts of a weight update, as in names of metrics."""
-STEP_METRICS = "time/step_s", "reward/mean", "reward/unscored", "train/epoch"
-"""Each trained step has one of these metrics."""
 CURVES = ("reward/mean", "train/loss", *(f"publish/{part}_s" for part in PUBLISHING))
 
 
-class Metrics:
-    """Reads metrics.jsonl as it grows; from its start when a resumed trainer rewrites it."""
+class MetricsReader(MetricsFile):
+    """Reads metrics.jsonl as it grows, and keeps what the panel shows."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._inode = 0
-        self._offset = 0
-        self._seen_times = set[float]()
-        """Times of all lines read. A line with a known time was read before; times are not
-        compared otherwise, because the hosts' clocks may differ."""
-        self._reset()
-
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        super().reset()
         self.curves = defaultdict[str, list[float]](list)
         """The metrics of CURVES over all steps."""
-        self.recent = deque[Line](maxlen=WINDOW)
+        self.recent = deque[MetricsLine](maxlen=WINDOW)
         """Lines of the newest steps."""
-        self.evals = dict[int, Line]()
+        self.evals = dict[int, MetricsLine]()
         """Held-out metrics, by step."""
         self.failures = Counter[str]()
         """Failed episodes by class."""
 
     @property
-    def newest(self) -> Line:
+    def newest(self) -> MetricsLine:
         """Line of the newest step; {} before the first."""
         return self.recent[-1] if self.recent else {}
 
-    @property
-    def steps(self) -> int:
-        """Number of trained steps."""
-        return int(self.newest.get("step", 0.0))
-
-    def poll(self) -> list[Line]:
-        """Read the lines written since the last call; return those never read before."""
-        new_lines = list[Line]()
-        try:
-            raw_lines = self._read_raw()
-        except OSError:  # not written yet, or moved
-            return new_lines
-        for raw_line in raw_lines:
-            self._offset += len(raw_line) + 1
-            with suppress(msgspec.DecodeError, KeyError):  # incomplete: its writer was killed
-                line = msgspec.json.decode(raw_line, type=dict[str, float])
-                self._add_line(line)
-                if line["time"] not in self._seen_times:
-                    self._seen_times.add(line["time"])
-                    new_lines.append(line)
-        return new_lines
-
-    def _read_raw(self) -> list[bytes]:
-        """Return the complete lines after `_offset`; begin anew if the file was rewritten."""
-        with self._file.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self._inode = stat.st_ino
-                self._offset = 0
-                self._reset()
-            file.seek(self._offset)
-            *complete_lines, _ = file.read().split(b"\n")
-            return complete_lines
-
-    def _add_line(self, line: Line) -> None:
+    def add(self, line: MetricsLine) -> None:
+        super().add(line)
         if not is_step(line):
             self.evals[int(line["step"])] = line
             return
-        if line["step"] == self.steps:  # written by 0.1.0, which counted from 0
-            line["step"] += 1
         for metric, number in line.items():
             if metric in CURVES:
                 self.curves[metric].append(number)
@@ -123,11 +75,6 @@ class Metrics:
             self.failures[metric.removeprefix(prefix)] += max(0, increase)
 
 
-def is_step(line: Mapping[str, float]) -> bool:
-    """Return whether a line is of a trained step, and not of an evaluation."""
-    return not line.keys().isdisjoint(STEP_METRICS)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A run at one moment."""
@@ -139,7 +86,7 @@ class Snapshot:
     state: Literal["running", "finished", "not running"]
     total_steps: int
     """0: unknown."""
-    metrics: Metrics
+    metrics: MetricsReader
     """Shared with later snapshots, so it grows."""
     failures: Mapping[str, int]
     """Failed episodes by class, counted by workers. Failures in a process that died after the last
@@ -161,7 +108,7 @@ class RunReader:
             UserError: the folder is no run folder.
         """
         self.paths = paths
-        self.metrics = Metrics(paths.metrics)
+        self.metrics = MetricsReader(paths.metrics)
         self.is_over = False
         """Whether the run had ended when it was last read."""
         self._read_config()
@@ -176,7 +123,7 @@ class RunReader:
         config = self._config
         servers = self._names.list("llm_server")
         roles = diagnosis.read_roles(self._vitals)
-        living = [role for role in roles if is_alive(role)]
+        living = [role for role in roles if role.is_alive]
         living_kinds = {role.name.partition("-")[0] for role in living}
         living_kinds -= {"llm_server"}  # a server may outlive its run
         total_steps = self._total_steps()
@@ -244,16 +191,11 @@ def _failures_by_class(roles: Sequence[RoleStatus]) -> Counter[str]:
 
 def starting(roles: Sequence[RoleStatus], *, has_servers: bool) -> str:
     """Return what a run does before its first step: the wait of its trainer, or the start."""
-    trainers = [role for role in roles if role.name == "trainer-0" and is_alive(role)]
+    trainers = [role for role in roles if role.name == "trainer-0" and role.is_alive]
     if not trainers:
         return "the processes start"
     for wait in trainers[0].vitals.waits:
         if wait.on == "datapipe-0" and not has_servers:
             return "the trainer is ready; no language-model server has started yet"
-        return wait.detail or f"the trainer waits for {wait.what} of {wait.on or 'any process'}"
+        return wait.detail or f"the trainer waits for {wait.event} of {wait.on or 'any process'}"
     return "the trainer loads the model"
-
-
-def is_alive(role: RoleStatus) -> bool:
-    """Return whether a process exists; on another host, whether its heartbeat is recent."""
-    return role.state not in "XZ" if role.state else role.age_s < diagnosis.FORGET_DEAD_S

@@ -18,10 +18,10 @@ from functools import partial
 from arealite.base import log
 from arealite.base.trial_files import RunPaths
 from arealite.cli.options import run_parser
-from arealite.ext.view.panel import panel
+from arealite.ext.view.panel import panel, renderer
 from arealite.ext.view.snapshot import RunReader
-from arealite.ext.view.terminal import Terminal
-from arealite.impl.launcher.progress import Progress
+from arealite.impl.launcher.progress import RunProgress
+from arealite.impl.launcher.terminal import Terminal
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,10 +64,11 @@ def main(argv: Sequence[str]) -> int:
 
 def draw(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:
     """Update the panel on a terminal; its last state stays."""
+    render = renderer(watch)
     with terminal.keep_panel() as live, keyboard() as pressed:
-        terminal.draw(live, watch)
+        terminal.draw(live, render)
         while not watch.is_over and pressed(every_s) != "q":
-            terminal.draw(live, watch)
+            terminal.draw(live, render)
 
 
 def print_lines(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:
@@ -79,7 +80,7 @@ def print_lines(watch: RunReader, terminal: Terminal, *, every_s: float) -> None
         every_s: Seconds between updates; 0: print the current panel at once.
     """
     shot = watch.read()
-    progress = Progress(watch.paths.metrics, shot.total_steps, every=1)
+    progress = RunProgress(watch.paths.metrics, shot.total_steps, every=1)
     while every_s and not watch.is_over:
         select.select([], [], [], every_s)
         shot = watch.read()

@@ -61,7 +61,7 @@ is_warm = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RoleStart:
     """A role to start."""
 
     words: list[str]
@@ -78,7 +78,7 @@ class Request:
 class Forked(BaseException):
     """Ends the work of a process that has become a role; `main` then runs the role."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: RoleStart) -> None:
         super().__init__()
         self.request = request
 
@@ -132,7 +132,7 @@ def fork_warm_parent(control: socket.socket, supervisor_end: socket.socket) -> i
     raise Forked(request)
 
 
-def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> Request:
+def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> RoleStart:
     """Import modules, and fork roles. Waits for: the supervisor. Unblocks: the supervisor.
 
     Returns:
@@ -161,7 +161,7 @@ def _is_readable(control: socket.socket) -> bool:
     return bool(readable)
 
 
-def _answer(control: socket.socket) -> Request | None:
+def _answer(control: socket.socket) -> RoleStart | None:
     """Wait for a request, and fork its role; return the request in the role, else None."""
     header, descriptors, _, _ = socket.recv_fds(
         control, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -171,7 +171,7 @@ def _answer(control: socket.socket) -> Request | None:
     if not body or len(body) < size:  # the supervisor has exited
         os._exit(0)
     line, folder, *streams = descriptors
-    request = Request(**json.loads(body), line=line, folder=folder, streams=streams)
+    request = RoleStart(**json.loads(body), line=line, folder=folder, streams=streams)
     answer = FORKED if can_fork() else REFUSED
     if answer == FORKED:
         gc.freeze()  # else the first collection in a role copies all pages
@@ -204,7 +204,7 @@ def can_fork() -> bool:
     return num_threads == 1 and not (has_cuda or has_device)
 
 
-def _become_role(request: Request) -> None:
+def _become_role(request: RoleStart) -> None:
     """Fork the role, in the intermediate process, which exits. Returns only in the role.
 
     Waits for: the supervisor. Unblocks: the supervisor.
@@ -222,7 +222,7 @@ def _become_role(request: Request) -> None:
     os._exit(1)
 
 
-def run(request: Request) -> NoReturn:
+def run(request: RoleStart) -> NoReturn:
     """Run the command of a role in this process, as a new interpreter would, and exit."""
     global is_warm
     is_warm = True
@@ -245,7 +245,7 @@ def run(request: Request) -> NoReturn:
     _exit(0)
 
 
-def _take_over_descriptors(request: Request) -> None:
+def _take_over_descriptors(request: RoleStart) -> None:
     """Enter the role's folder, and use its standard streams."""
     os.fchdir(request.folder)
     for number, descriptor in enumerate(request.streams):

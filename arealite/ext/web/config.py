@@ -1,9 +1,13 @@
 """Options of environments in a real browser."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Package, opt, sub
+from arealite.base.extras import extra_requirement
+
+PLAYWRIGHT = Package("playwright", extra_requirement("browser"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,10 @@ class BrowserEnvConfig:
     max_steps: int = opt(10, "actions after which the episode ends", at_least=1)
     browser: BrowserConfig = sub(BrowserConfig, "the browser")
 
+    def packages(self) -> Iterator[Package]:
+        """Yield the package of the browser."""
+        yield PLAYWRIGHT
+
 
 @dataclass(frozen=True, kw_only=True)
 class WebArenaConfig:
@@ -40,3 +48,7 @@ class WebArenaConfig:
     judge: bool = opt(False, "the seat `judge` decides fuzzy matches; else answers must be equal")
     max_steps: int = opt(30, "actions after which the episode ends", at_least=1)
     browser: BrowserConfig = sub(BrowserConfig, "the browser")
+
+    def packages(self) -> Iterator[Package]:
+        """Yield the package of the browser."""
+        yield PLAYWRIGHT

@@ -24,7 +24,7 @@ from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, Request, ToolCall
-from arealite.api.reward import RewardConfig, rewards
+from arealite.api.reward import rewards
 from arealite.api.task import Row, Task
 from arealite.api.tool import tools
 from arealite.base import config as base_config
@@ -32,18 +32,17 @@ from arealite.base.errors import UserError
 from arealite.base.registry import import_plugins
 from arealite.ext.gateway.families import HERMES
 from arealite.ext.gateway.parser import read_calls
-from arealite.ext.hosting.client import make_env
-from arealite.ext.hosting.server.env_session import Session
+from arealite.ext.hosting.server.env_session import EnvSession
 from arealite.ext.hosting.server_config import (
     EnvServerConfig,
-    Reply,
     Reset,
     SeatObservation,
     SeatReward,
     Step,
+    StepReply,
 )
-from arealite.ext.tools.config import ToolsEnvConfig
 from arealite.ext.wrappers.wrappers import Wrapper, wrapped
+from arealite.impl.env.runtimes import make_env
 from arealite.system.data.dataset import make_task
 from arealite.system.data.tasks import generate
 
@@ -130,17 +129,17 @@ def make_vec(
         raise UserError(f"make_vec: n={n} copies of {names!r}. Give at least one environment.")
     if isinstance(names, str):
         names = [names]
-    originals: list[Game] = []
+    originals: list[PlayedEnv] = []
     for name in names:
         requests = name
         if isinstance(requests, str):
             requests = make(requests, **options)
         originals += requests.games
-    copies: list[Game] = []
+    copies: list[PlayedEnv] = []
     for game in originals:
         for _ in range(n):
             suffix = f"::env={len(copies)}"
-            copies.append(Game(game.env, game.config, suffix))
+            copies.append(PlayedEnv(game.env, game.config, suffix))
     return Requests(copies, autoreset=autoreset)
 
 
@@ -160,11 +159,7 @@ def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
         options = {"runtime": runtime, **options}
     import_plugins(options.get("imports", ()))
     envs.check(kind)
-    parts = {
-        EnvConfig: envs.configs,
-        RewardConfig: rewards.configs,
-        ToolsEnvConfig: tools.configs,
-    }
+    parts = {table.kind: table.configs for table in (envs, rewards, tools)}
     default_config = base_config.extend(EnvConfig, parts)()
     has_section = hasattr(default_config, kind)
     section = kind if has_section else envs.base_of(kind)
@@ -181,7 +176,7 @@ def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
         raise UserError(f"{kind}: {problem}") from error
 
 
-async def open_game(config: EnvServerConfig, wrappers: Sequence[Wrapper]) -> Game:
+async def open_game(config: EnvServerConfig, wrappers: Sequence[Wrapper]) -> PlayedEnv:
     """Create an environment and set it up."""
     env = make_env(config, config.env)
     try:
@@ -190,10 +185,10 @@ async def open_game(config: EnvServerConfig, wrappers: Sequence[Wrapper]) -> Gam
         await env.close()
         raise
     setattr(env, "run", wrapped(env.run, wrappers))  # noqa: B010  (a method)
-    return Game(env, config.env)
+    return PlayedEnv(env, config.env)
 
 
-class Game:
+class PlayedEnv:
     """The episodes of one environment, one after the other."""
 
     def __init__(self, env: Env, config: EnvConfig, suffix: str = "") -> None:
@@ -201,7 +196,7 @@ class Game:
         self.config = config
         self.suffix = suffix
         self.group_id = ""
-        self.session = Session(env, episode_s=EPISODE_S)
+        self.session = EnvSession(env, episode_s=EPISODE_S)
         self.waits: dict[str, SeatObservation] = {}
         """The oldest pending observation of each actor that must act."""
 
@@ -236,7 +231,7 @@ class Game:
             requests += await self.reset(next_seed, None)
         return requests
 
-    def requests(self, reply: Reply, rewards: Sequence[SeatReward]) -> list[Request]:
+    def requests(self, reply: StepReply, rewards: Sequence[SeatReward]) -> list[Request]:
         """Return a request for each seat that waits or got a reward; at the end, for each seat."""
         waits = oldest_waits(reply)
         self.waits = {}
@@ -288,7 +283,7 @@ def group_of(task: Task) -> str:
     return digest.hexdigest()
 
 
-def oldest_waits(reply: Reply) -> dict[str, SeatObservation]:
+def oldest_waits(reply: StepReply) -> dict[str, SeatObservation]:
     """Return the oldest pending observation of each seat that has to act."""
     view = reply.observation
     waits: dict[str, SeatObservation] = {}
@@ -327,7 +322,7 @@ class Requests(AbstractContextManager["Requests"]):
     A context manager; `close` stops the environments.
     """
 
-    def __init__(self, games: Sequence[Game], *, autoreset: bool = False) -> None:
+    def __init__(self, games: Sequence[PlayedEnv], *, autoreset: bool = False) -> None:
         self.games = games
         self._autoreset = autoreset
         self._seeds = count(1)

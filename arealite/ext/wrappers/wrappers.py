@@ -20,7 +20,7 @@ from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 
-Run = Callable[..., Coroutine[Any, Any, None]]
+RunEpisode = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Wrapper:
@@ -146,7 +146,7 @@ class Record(Wrapper):
             file.write(line)
 
 
-def wrapped(run: Run, wrappers: Sequence[Wrapper]) -> Run:
+def wrapped(run: RunEpisode, wrappers: Sequence[Wrapper]) -> RunEpisode:
     """Return `Env.run` with wrappers; the first one is next to the agent."""
 
     async def run_wrapped(task: Task, **agents: Agent) -> None:

@@ -16,6 +16,8 @@ from arealite.impl.agent.history import History
 class ChatAgent(Agent):
     """Answers each observation as the next turn of one conversation."""
 
+    templates_observation = True
+
     @cached_property
     def history(self) -> History:
         """The messages and tokens of the conversation."""

@@ -7,13 +7,13 @@ segment.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
+from arealite.api.hooks import TextAfterAnswer, TextAfterAnswerMaker
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
-from arealite.base import log
-from arealite.base.errors import UserError
+from arealite.base import entries, log
 from arealite.system.data.templates import (
     beginning_of,
     common_prefix_length,
@@ -48,6 +48,11 @@ def ending(tokenizer: Any, token: int) -> str:
     """Return the text of a special token, which may end a turn; "" for an ordinary token."""
     is_ordinary = bool(tokenizer.decode([token], skip_special_tokens=True))
     return "" if is_ordinary else tokenizer.decode([token])
+
+
+@cache
+def _text_makers() -> list[TextAfterAnswerMaker]:
+    return entries.hooks("text_after_answer")
 
 
 def encode_after(tokenizer: Any, ids_before: Sequence[int], new_text: str) -> list[int]:
@@ -93,8 +98,12 @@ class History:
         self.messages += messages
         self.tools = tools or self.tools
         past = "".join([piece.text for piece in self.pieces])
-        if past and self.has_channels and not self.beginning:
-            prompt = past + self._text_after(messages)
+        if past and self.text_after_answer and not self.beginning:
+            prompt = past + self.text_after_answer(
+                messages,
+                has_tools=bool(self.tools),
+                last_id=self.pieces[-1].ids[-1],
+            )
         else:
             prompt = render_prompt(self.tokenizer, self.messages, tools=self.tools)
         new_text = prompt.removeprefix(past)
@@ -110,43 +119,13 @@ class History:
         return [token for piece in self.pieces for token in piece.ids]
 
     @cached_property
-    def has_channels(self) -> bool:
-        """Whether the template writes each message of an answer into a channel, as GPT-OSS'."""
-        from arealite.ext.gateway.families import family_of  # agents start without it
-
-        return family_of(self.tokenizer).has_channels
-
-    def _text_after(self, new_messages: Sequence[ChatMessage]) -> str:
-        """Return the text of `new_messages` after the latest answer.
-
-        GPT-OSS' template refuses answers with the channels that the model sampled, so a short
-        answer of the same kind takes the place of the latest one.
-
-        Raises:
-            UserError: The template refuses the new messages, too.
-        """
-        from arealite.ext.gateway import (
-            families,
-            rendering,
-            request_data,  # imports this module
-        )
-
-        calls = list[Any]()
-        for message in new_messages:
-            if message["role"] == "tool":
-                call_id = message.get("tool_call_id")
-                calls.append(request_data.function_call(call_id, message.get("name"), {}))
-        answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
-        renderer = rendering.Renderer(self.tokenizer, families.family_of(self.tokenizer))
-        kinds = rendering.TOOLS if self.tools else 0
-        prepared = [renderer.prepare(message) for message in new_messages]
-        rendered = renderer.render_after(kinds, answer, prepared)
-        if rendered is None:
-            raise UserError("the model's chat template refuses the messages after an answer")
-        last_id = self.pieces[-1].ids[-1]
-        sampled_stop = ending(self.tokenizer, last_id)
-        end_of_turn = renderer.ending(kinds, answer).turn
-        return renderer.remaining(rendered, sampled_stop, end_of_turn)
+    def text_after_answer(self) -> TextAfterAnswer | None:
+        """Renders what follows an answer; None if the template can render whole conversations."""
+        for make in _text_makers():
+            text_after_answer = make(self.tokenizer)
+            if text_after_answer is not None:
+                return text_after_answer
+        return None
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
         """Add an answer. If the messages end with its beginning, both are one message.

@@ -15,6 +15,7 @@ from arealite.system.data.templates import beginning_of, tokenize
 class MathCodeSingleStepAgent(Agent):
     """Sends the task's prompt and acts with the whole completion."""
 
+    templates_observation = True
     beginning = ""
     """The beginning of the answer, if the prompt's last message is the assistant's."""
 

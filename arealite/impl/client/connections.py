@@ -8,9 +8,10 @@ none of them.
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 KEEPALIVE_S = 4.0
@@ -20,11 +21,11 @@ MAX_HEAD = 1 << 16
 
 
 OnData = Callable[[bytes], None]
-Reply = tuple[int, bytes]
+StatusAndBody = tuple[int, bytes]
 """Status and body."""
 
 
-class Endpoint:
+class ServerEndpoint:
     """The URL of one server that requests are posted to, with the headers of each request."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -57,7 +58,9 @@ class Pool:
         self._slots = asyncio.Semaphore(limit)
         self._idle = defaultdict[tuple[str, int], list[Connection]](list)
 
-    async def post(self, endpoint: Endpoint, body: bytes, on_data: OnData | None = None) -> Reply:
+    async def post(
+        self, endpoint: ServerEndpoint, body: bytes, on_data: OnData | None = None
+    ) -> StatusAndBody:
         """Post a JSON body; return the status and the body of the reply.
 
         Args:
@@ -81,7 +84,7 @@ class Pool:
             self._idle[endpoint.place].append(connection)
             return reply
 
-    def _take_idle(self, endpoint: Endpoint) -> "Connection | None":
+    def _take_idle(self, endpoint: ServerEndpoint) -> "Connection | None":
         """Return an open idle connection; None without one. Close those that are idle too long."""
         idle = self._idle[endpoint.place]
         oldest_reply = asyncio.get_running_loop().time() - KEEPALIVE_S
@@ -91,7 +94,7 @@ class Pool:
             idle.pop()
         return idle.pop() if idle else None
 
-    async def _connect(self, endpoint: Endpoint) -> "Connection":
+    async def _connect(self, endpoint: ServerEndpoint) -> "Connection":
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
@@ -106,7 +109,8 @@ class Pool:
             connection.transport.close()
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
     """Status line and headers of a reply."""
 
     status: int
@@ -118,7 +122,7 @@ class Head(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def read_head(raw: bytes) -> Head:
+def read_head(raw: bytes) -> ReplyHead:
     """Parse status line and headers. The cache hits often: most replies have equal headers."""
     status_line, *lines = raw.decode("latin-1").lower().split("\r\n")
     headers: dict[str, str] = {}
@@ -132,7 +136,7 @@ def read_head(raw: bytes) -> Head:
         length = int("0" + content_length)
     closes = headers.get("connection") == "close"
     is_http_1_1 = status_line.startswith("http/1.1 ")
-    return Head(
+    return ReplyHead(
         status=int(status_line[9:12]),
         length=length,
         is_chunked=is_chunked,
@@ -149,16 +153,18 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._data = bytearray()
         """Received bytes; after the head those of the body."""
-        self._head: Head | None = None
+        self._head: ReplyHead | None = None
         self._chunks = bytearray()
-        self._reply: asyncio.Future[Reply] | None = None
+        self._reply: asyncio.Future[StatusAndBody] | None = None
         self._on_data: OnData | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast(asyncio.Transport, transport)
 
-    def exchange(self, head: bytes, body: bytes, on_data: OnData | None) -> asyncio.Future[Reply]:
+    def exchange(
+        self, head: bytes, body: bytes, on_data: OnData | None
+    ) -> asyncio.Future[StatusAndBody]:
         """Send a request; return a future of its reply. `Pool.post` explains `on_data`."""
         self._reply = asyncio.get_running_loop().create_future()
         self._on_data = on_data
@@ -181,7 +187,7 @@ class Connection(asyncio.Protocol):
         except ValueError as error:
             self._fail(ConnectionError(f"malformed HTTP reply: {error}"))
 
-    def _read_head(self) -> Head | None:
+    def _read_head(self) -> ReplyHead | None:
         """Remove the head from the received bytes and return it; None while it is incomplete.
 
         Raises:
@@ -204,7 +210,7 @@ class Connection(asyncio.Protocol):
         reason = exc or "before its reply"
         self._fail(ConnectionError(f"the server closed the connection: {reason}"))
 
-    def _read_chunks(self, head: Head) -> None:
+    def _read_chunks(self, head: ReplyHead) -> None:
         """Move complete chunks into the body; finish the reply at the chunk of size 0."""
         data = self._data
         position = 0
@@ -231,7 +237,7 @@ class Connection(asyncio.Protocol):
         elif size < 0 and len(data) > MAX_HEAD:
             raise ValueError("the size of a chunk has no end")
 
-    def _finish(self, head: Head, body: bytearray, length: int) -> None:
+    def _finish(self, head: ReplyHead, body: bytearray, length: int) -> None:
         """Set the reply. A connection that got more bytes is not used again."""
         if head.is_last or len(body) > length:
             self.transport.close()
@@ -248,7 +254,7 @@ class Connection(asyncio.Protocol):
         if reply is not None:
             reply.set_exception(error)
 
-    def _take_reply(self) -> asyncio.Future[Reply] | None:
+    def _take_reply(self) -> asyncio.Future[StatusAndBody] | None:
         """Return the future of the reply and forget it; None if nothing waits for it."""
         reply = self._reply
         self._reply = None

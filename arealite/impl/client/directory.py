@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from arealite.base import log
 from arealite.base.errors import InvariantError
-from arealite.impl.client.server_choice import Router, Server
+from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.impl.client.sglang_messages import parse_version
 from arealite.system.names.name_registry import Entry, NameRegistry
 
@@ -95,10 +95,10 @@ class Directory:
                 logger.info("llm server in traffic", id=server.id, version=server.version)
             server.alive = True
 
-    def _add_server(self, entry: Entry) -> Server:
+    def _add_server(self, entry: Entry) -> LLMServerState:
         """Create the server of an entry, in place of an earlier server of this id."""
         address = entry.value["address"]
-        server = Server(
+        server = LLMServerState(
             id=entry.id,
             address=address,
             headers=self.registry.headers(str(entry.value.get("type"))),

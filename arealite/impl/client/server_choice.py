@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from arealite.impl.client.connections import Endpoint
+from arealite.impl.client.connections import ServerEndpoint
 from arealite.system.health.waits import Wait
 
 STICKY_GROUPS = 8192
@@ -15,7 +15,7 @@ STICKY_GROUPS = 8192
 
 
 @dataclass(eq=False, kw_only=True)
-class Server:
+class LLMServerState:
     """The state of one server in this client."""
 
     id: str
@@ -38,8 +38,8 @@ class Server:
     """One for each request in flight, so that requests can leave a lost server at once."""
 
     def __post_init__(self) -> None:
-        self.endpoint = Endpoint(f"{self.address}/generate", self.headers)
-        self.abort_endpoint = Endpoint(f"{self.address}/abort_request", self.headers)
+        self.endpoint = ServerEndpoint(f"{self.address}/generate", self.headers)
+        self.abort_endpoint = ServerEndpoint(f"{self.address}/abort_request", self.headers)
         self.name = f"llm_server-{self.id}"
 
     def can_sample(self, min_version: int) -> bool:
@@ -61,10 +61,12 @@ class Router:
     """Chooses servers; keeps each group on one server, for the server's prefix cache."""
 
     def __init__(self) -> None:
-        self.servers: dict[str, Server] = {}
-        self._groups: dict[str, Server] = {}
+        self.servers: dict[str, LLMServerState] = {}
+        self._groups: dict[str, LLMServerState] = {}
 
-    def pick(self, group_id: str, min_version: int, avoid: Server | None = None) -> Server | None:
+    def pick(
+        self, group_id: str, min_version: int, avoid: LLMServerState | None = None
+    ) -> LLMServerState | None:
         """Return the server for a request of a group, or None while no server can take it.
 
         Args:

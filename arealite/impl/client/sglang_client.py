@@ -20,7 +20,7 @@ from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_
 from arealite.impl.client import sglang_messages
 from arealite.impl.client.connections import Pool
 from arealite.impl.client.directory import Directory
-from arealite.impl.client.server_choice import Router, Server
+from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import NameRegistry
 
@@ -40,7 +40,7 @@ COUNTERS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Generation:
+class GenerationState:
     """The state of one request: the tokens sampled so far, and the failed attempts."""
 
     request: LLMRequest
@@ -54,7 +54,7 @@ class Generation:
     failures: int = 0
     """Consecutive attempts without a new token."""
     errors: int = 0
-    failed_at: Server | None = None
+    failed_at: LLMServerState | None = None
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -128,7 +128,7 @@ class SGLangClient(LLMClient):
         self._experts = experts_of(model_config) if self._records_routing else None
         await self._directory.start()
         first_server = Wait(
-            what=f"an llm server in {self._directory.registry.root} "
+            event=f"an llm server in {self._directory.registry.root} "
             "(start one with arealite/launch_llm_server.py, "
             "under the same experiment and trial names)",
             owner="llm client",
@@ -162,7 +162,7 @@ class SGLangClient(LLMClient):
         """
         seconds = request.deadline_s or self.config.request_timeout_s
         deadline = asyncio.get_running_loop().time() + seconds
-        generation = Generation(request=request, deadline=deadline)
+        generation = GenerationState(request=request, deadline=deadline)
         self._stats["requests"] += 1
         while True:
             server = self._router.pick(
@@ -190,8 +190,8 @@ class SGLangClient(LLMClient):
     # ------------------------------------------------------------ one attempt
 
     async def _attempt(
-        self, generation: Generation, server: Server
-    ) -> sglang_messages.Answer | None:
+        self, generation: GenerationState, server: LLMServerState
+    ) -> sglang_messages.GenerateAnswer | None:
         """Send the request with the tokens so far; return the answer.
 
         If another attempt is needed, return the tokens that were streamed before the failure, or
@@ -230,7 +230,7 @@ class SGLangClient(LLMClient):
         await self._retry(generation, server, "server_errors", message)
         return stream and stream.answer
 
-    def _encode_body(self, generation: Generation, rid: str, *, is_stream: bool) -> bytes:
+    def _encode_body(self, generation: GenerationState, rid: str, *, is_stream: bool) -> bytes:
         """Return the JSON body of an attempt: the prompt and the tokens so far."""
         request = generation.request
         params = sglang_messages.sampling_params(request.sampling, len(generation.output_ids))
@@ -241,7 +241,7 @@ class SGLangClient(LLMClient):
             ids = msgspec.Raw(request.json)
         else:
             ids = request.input_ids + generation.output_ids
-        body = sglang_messages.Body(
+        body = sglang_messages.GenerateRequest(
             rid=rid,
             input_ids=ids,
             sampling_params=params,
@@ -255,8 +255,8 @@ class SGLangClient(LLMClient):
 
     async def _post(
         self,
-        generation: Generation,
-        server: Server,
+        generation: GenerationState,
+        server: LLMServerState,
         rid: str,
         body: bytes,
         stream: sglang_messages.Stream | None,
@@ -286,9 +286,9 @@ class SGLangClient(LLMClient):
             return stream.failure or (200, b"")
         return status, raw
 
-    def _wait(self, generation: Generation, on: str) -> Wait:
+    def _wait(self, generation: GenerationState, on: str) -> Wait:
         return Wait(
-            what=f"generation {generation.request.request_id}",
+            event=f"generation {generation.request.request_id}",
             owner="llm client",
             on=on,
             seconds=generation.deadline - asyncio.get_running_loop().time(),
@@ -296,9 +296,9 @@ class SGLangClient(LLMClient):
 
     def _add_answer(
         self,
-        generation: Generation,
-        server: Server,
-        answer: sglang_messages.Answer,
+        generation: GenerationState,
+        server: LLMServerState,
+        answer: sglang_messages.GenerateAnswer,
         acknowledged: int,
     ) -> str | None:
         """Add the tokens of an answer; return the stop reason, or None if generation must continue.
@@ -345,7 +345,7 @@ class SGLangClient(LLMClient):
             self._eos,
         )
 
-    def _warn_without_routing(self, generation: Generation, server: Server) -> None:
+    def _warn_without_routing(self, generation: GenerationState, server: LLMServerState) -> None:
         """Log once if a finished generation lacks the record of experts that it needs."""
         needs_routing = self._experts is not None
         if needs_routing and not generation.routing and not self._warned_of_routing:
@@ -356,8 +356,8 @@ class SGLangClient(LLMClient):
 
     async def _retry(
         self,
-        generation: Generation,
-        server: Server,
+        generation: GenerationState,
+        server: LLMServerState,
         counter: str,
         reason: str,
     ) -> None:
@@ -375,7 +375,7 @@ class SGLangClient(LLMClient):
         logger.debug(counter, request=generation.request.request_id, error=reason)
         await self._back_off(generation)
 
-    async def _back_off(self, generation: Generation) -> None:
+    async def _back_off(self, generation: GenerationState) -> None:
         """Wait before the next attempt: exponential in failed attempts, at most to the deadline."""
         generation.failures += 1
         if generation.failures > 1:
@@ -383,7 +383,7 @@ class SGLangClient(LLMClient):
             pause_s = min(MAX_BACKOFF_S, 0.025 * 2**generation.failures)
             await asyncio.sleep(max(0.0, min(pause_s, left_s)))
 
-    async def _wait_for_server(self, generation: Generation) -> Server:
+    async def _wait_for_server(self, generation: GenerationState) -> LLMServerState:
         """Return a server that can take the request; wait for one until the deadline."""
         request = generation.request
         begin = time.perf_counter()
@@ -402,7 +402,7 @@ class SGLangClient(LLMClient):
         finally:
             self._stats["server_wait_s"] += time.perf_counter() - begin
 
-    def _abort(self, server: Server, rid: str) -> None:
+    def _abort(self, server: LLMServerState, rid: str) -> None:
         """Abort the request at the server, which may notice a closed connection seconds later."""
 
         async def send() -> None:

@@ -16,7 +16,7 @@ from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantEr
 from arealite.base.model_folder import Experts
 
 
-class Body(msgspec.Struct, kw_only=True):
+class GenerateRequest(msgspec.Struct, kw_only=True):
     """A request. Filled by the client."""
 
     rid: str
@@ -66,7 +66,7 @@ class Meta(msgspec.Struct, kw_only=True):
     """base64 of int32 [tokens, layers, experts per token]; only at the end of the request."""
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class GenerateAnswer(msgspec.Struct, kw_only=True):
     """A response to /generate."""
 
     output_ids: list[int]
@@ -80,7 +80,7 @@ STREAM_INTERVAL = 8
 it runs with --incremental-streaming-output."""
 
 encode_body = msgspec.json.Encoder().encode
-decode_answer = msgspec.json.Decoder(Answer).decode
+decode_answer = msgspec.json.Decoder(GenerateAnswer).decode
 
 
 def check_request(request: LLMRequest, vocab: int | None, context: int | None) -> None:
@@ -97,7 +97,7 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
     ids = request.input_ids
     if not ids:
         raise GenerationRefused(f"{request.request_id}: the prompt is empty")
-    unchecked_ids = ids[request.known :]
+    unchecked_ids = ids[request.num_known_tokens :]
     if vocab and unchecked_ids:
         lowest = min(unchecked_ids)
         highest = max(unchecked_ids)
@@ -139,7 +139,7 @@ def parse_version(label: str | int | None) -> int:
         return 0
 
 
-def token_logprobs(answer: Answer) -> list[float]:
+def token_logprobs(answer: GenerateAnswer) -> list[float]:
     """Return the logprob of each output token.
 
     Raises:
@@ -161,7 +161,7 @@ def _mismatch(num_tokens: int, num_logprobs: int) -> InvariantError:
     )
 
 
-def token_versions(answer: Answer, acknowledged: int) -> list[int]:
+def token_versions(answer: GenerateAnswer, acknowledged: int) -> list[int]:
     """Return the policy version of each output token; `acknowledged` where there are no spans.
 
     Raises:
@@ -183,7 +183,7 @@ def token_versions(answer: Answer, acknowledged: int) -> list[int]:
     return versions
 
 
-def routing(answer: Answer, experts: Experts | None, tokens: int) -> bytes:
+def routing(answer: GenerateAnswer, experts: Experts | None, tokens: int) -> bytes:
     """Return the recorded experts of an answer, as in `LLMResponse.routing`; b"" without a record.
 
     Args:
@@ -212,7 +212,7 @@ def routing(answer: Answer, experts: Experts | None, tokens: int) -> bytes:
 
 
 def end_of_aborted(
-    answer: Answer,
+    answer: GenerateAnswer,
     sampling: SamplingConfig,
     length: int,
     eos: Collection[int],
@@ -253,7 +253,7 @@ class Stream:
 
     failure: tuple[int, bytes] | None = None
     """Status and body of an event that is an error or malformed; later events are ignored."""
-    answer: Answer | None = None
+    answer: GenerateAnswer | None = None
     """The tokens so far, without a finish reason before the end; None without events."""
 
     def __init__(self, request: LLMRequest) -> None:
@@ -286,7 +286,7 @@ class Stream:
             else:
                 self._add(answer)
 
-    def _add(self, answer: Answer) -> None:
+    def _add(self, answer: GenerateAnswer) -> None:
         meta = answer.meta_info
         event_logprobs = meta.output_token_logprobs
         num_before = len(self._ids)
@@ -312,7 +312,7 @@ class Stream:
         if new_ids and not self._withholds and self._request.on_tokens is not None:
             self._request.on_tokens(new_ids)
 
-    def _add_text(self, answer: Answer, is_cumulative: bool) -> None:
+    def _add_text(self, answer: GenerateAnswer, is_cumulative: bool) -> None:
         """Set the text of an event to the text of all tokens so far."""
         event_text = msgspec.json.decode(answer.text, type=str)
         if is_cumulative:

@@ -19,9 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from arealite.base.errors import UserError
 from arealite.base.log import get
-from arealite.ext.models.tree_attention import PrefixTree, TreeAttention
 from arealite.impl.engine.head import decoder_of
 from arealite.impl.engine.micro_batches import collate
+from arealite.impl.engine.packed_rows import PrefixTree
 
 log = get(__name__)
 NAME = "arealite_packed"
@@ -199,10 +199,11 @@ def _attend_packed(
     longest = max(map(len, tree.paths))
     window_hides_tokens = 0 < window < longest
     is_simple = scores.are_plain and not window_hides_tokens and value_width <= width
-    if is_simple and query.device.type == "cpu":
+    kernel = tree.kernel if is_simple else None
+    if kernel is not None:
         flat_query, flat_key, flat_value = _flattened(query, key, value)
         flat_value = pad(flat_value, (0, width - value_width))  # the kernel needs one width
-        attended = TreeAttention.apply(flat_query, flat_key, flat_value, tree, scores.scale)
+        attended = kernel(flat_query, flat_key, flat_value, scores.scale)
         return attended[None, ..., :value_width]
     return _attend_by_node(
         query,

@@ -8,9 +8,10 @@ import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,26 +23,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.packing import LAYOUTS, Plan
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, Stats, TrainEngine, Training
 from arealite.api.engine_config import FSDPConfig
+from arealite.api.engine_extension import EngineSetup, MicroBatch
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
-from arealite.ext.models import lora
-from arealite.ext.models.context_parallel import ContextGroup
-from arealite.ext.models.expert_routing import Balance, Routing
 from arealite.impl.engine import attention, checkpoint, loading
 from arealite.impl.engine import model as models
+from arealite.impl.engine.extensions import Extensions, exported_weights, state_tensors
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
-from arealite.impl.engine.micro_batches import MicroBatch, collate, input_items, scatter
+from arealite.impl.engine.micro_batches import collate, input_items, scatter
 from arealite.impl.engine.optimizer import Optimizer
-from arealite.impl.weights.tensor_names import TensorNames
+from arealite.impl.weights.tensor_names import SCORE, TensorNames, Tensors
 
 log = get(__name__)
 CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-Stats = dict[str, float]
 EXTRA_FILE = "extra.json"
 """File of a checkpoint for the state of engine and trainer that is not in tensors."""
 
@@ -70,12 +68,20 @@ class FSDPEngine(TrainEngine):
         self.names = TensorNames(self.module, self.source)
         self.unused_tensors = self.names.unused
         self.module.requires_grad_(training is not None)
-        adapter_folder = Path(adapter).expanduser() if adapter else None
-        self.adapter = None
-        if training is not None and (config.lora.rank > 0 or adapter_folder):
-            self.adapter = self._inject_adapter(adapter_folder)
-        is_uniform = loading.set_dtypes(self.module, self.dtype)
-        self._build_root(trains_policy=training is not None and head == "lm")
+        setup = EngineSetup(
+            config=config,
+            module=self.module,
+            source=self.source,
+            head=head,
+            device=self.device,
+            is_trained=training is not None,
+            adapter=Path(adapter).expanduser() if adapter else None,
+        )
+        self._extensions = Extensions.of(setup)
+        own_parameters = self._extensions.own_parameters
+        self._float32_names = own_parameters | {SCORE}
+        is_uniform = loading.set_dtypes(self.module, self.dtype, own_parameters)
+        self._build_root()
         is_sharded = self._shard()
         self.whole_module = self.module if is_uniform and not is_sharded else None
         offload = config.cpu_offload
@@ -83,27 +89,17 @@ class FSDPEngine(TrainEngine):
             self.module,
             self.names,
             self.device,
+            self._extensions,
             offload=offload,
             seed=seed,
         )
-        if self.adapter is not None and adapter_folder:
-            lora.load_adapter(self.module, adapter_folder)
+        self._extensions.finish_loading()
         self._optimizer = None
         if training is not None:
             scales_loss = self.dtype == torch.float16
             self._optimizer = Optimizer(self.module, training, scales_loss=scales_loss)
-        self._adapters = Tensors()
-        """Values of the adapters in `forward`; {}: those of the parameters."""
 
-    def _inject_adapter(self, folder: Path | None) -> Any:
-        """Put adapters into the model, with the config of `folder` if it is set; return it."""
-        lora_config = self.config.lora
-        peft_config = lora.inject(self.module, lora_config, self.head, folder)
-        if dist.get_rank() == 0:
-            lora.report(self.module, [] if folder else lora_config.targets)
-        return peft_config
-
-    def _build_root(self, *, trains_policy: bool) -> None:
+    def _build_root(self) -> None:
         """Put the head around the model, and change its layers as the config requires."""
         config = self.config
         if self.head == "value":
@@ -111,9 +107,7 @@ class FSDPEngine(TrainEngine):
         else:
             self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
         self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
-        self._context = ContextGroup(config.context_parallel, self.module, self.device)
-        self.routing = Routing.of(self.module) if trains_policy else None
-        self._balance = Balance.of(self.module) if trains_policy else None
+        self._extensions.change_layers()
         if config.gradient_checkpointing:
             models.recompute(self.module)
 
@@ -132,11 +126,10 @@ class FSDPEngine(TrainEngine):
         return is_sharded
 
     def without_adapter(self) -> "FSDPEngine":
-        """Return a frozen engine on the same parameters, with the adapters as they are now."""
+        """Return a frozen engine on the same parameters; see TrainEngine."""
         engine = copy.copy(self)
         engine._optimizer = None
-        engine.routing = None
-        engine._adapters = lora.values(self.module)
+        engine._extensions = self._extensions.frozen()
         return engine
 
     @property
@@ -153,9 +146,9 @@ class FSDPEngine(TrainEngine):
     def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
         outputs_by_row: dict[str, list[np.ndarray]] = {}
-        group_rows, local_rows = self._context.gather_rows(rows)
-        replaced = lora.replaced(self.module, self._adapters)
-        with replaced, torch.no_grad(), models.low_precision(self._model, self.dtype):
+        group_rows, first_row = self._extensions.gather_rows(rows)
+        local_rows = slice(first_row, first_row + len(rows))
+        with self._extensions.forward_passes(), torch.no_grad(), self._low_precision():
             for indices in self._plan(group_rows):
                 part = [group_rows[index] for index in indices]
                 outputs = self._compute(self._collate(part))
@@ -167,7 +160,7 @@ class FSDPEngine(TrainEngine):
                         row_values[index] = values_T
         # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         models.reshard(self._model)
-        self._routing_stats()
+        self._extensions.take_stats()
         return {name: row_values[local_rows] for name, row_values in outputs_by_row.items()}
 
     def train_batch(
@@ -179,14 +172,14 @@ class FSDPEngine(TrainEngine):
         record_outputs: Mapping[str, str] | None = None,
     ) -> Stats:
         """Apply one update; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
-        group_rows, _ = self._context.gather_rows(rows)
+        group_rows, _ = self._extensions.gather_rows(rows)
         loss_scale = self.optimizer.scale.value
         plan = self._plan(group_rows, rows_per_example)
-        num_inputs = self._num_inputs(group_rows)
+        loss_fn = self._extensions.added_loss(loss_fn, group_rows)
         roots = models.fsdp_modules(self._model)[:1]
         totals = dict[str, torch.Tensor | float]()
         computed_tokens = 0
-        with models.low_precision(self._model, self.dtype):
+        with self._low_precision():
             for number, indices in enumerate(plan):
                 models.set_last_backward(roots, is_last=number == len(plan) - 1)
                 part = [group_rows[index] for index in indices]
@@ -194,11 +187,11 @@ class FSDPEngine(TrainEngine):
                 if not part:
                     self._backward_without_rows(batch)
                     continue
-                computed_tokens += batch.input_ids_BW.numel() * self._context.size
+                computed_tokens += batch.input_ids_BW.numel() * self._extensions.num_sharing
                 stats, recorded = backward(
                     self._compute,
                     batch,
-                    self._with_balance(loss_fn, batch, num_inputs),
+                    loss_fn,
                     record_outputs,
                     scale=loss_scale,
                 )
@@ -210,26 +203,6 @@ class FSDPEngine(TrainEngine):
             "computed_tokens": float(computed_tokens),
         }
         return self._update(totals, counts)
-
-    def _num_inputs(self, rows: list[Sequence]) -> float:
-        """Return the inputs of all rows on all ranks, if there is a load-balancing loss."""
-        if self._balance is None:
-            return 0.0
-        group_inputs = 0
-        for row in rows:
-            group_inputs += max(1, len(row.tokens) - 1)
-        inputs_per_rank = group_inputs / self._context.size
-        return _sum_over_ranks({"inputs": inputs_per_rank})["inputs"]
-
-    def _with_balance(
-        self,
-        loss_fn: LossFn,
-        batch: MicroBatch,
-        num_inputs: float,
-    ) -> LossFn:
-        if self._balance is None:
-            return loss_fn
-        return self._balance.added_to(loss_fn, batch.inputs, num_inputs)
 
     def _backward_without_rows(self, batch: MicroBatch) -> None:
         """Compute gradients of 0: other ranks have rows, and their collectives need this rank."""
@@ -245,10 +218,10 @@ class FSDPEngine(TrainEngine):
         """Apply the gradients; return the stats of all ranks with those of the optimizer."""
         stats = {name: float(total) for name, total in totals.items()}
         stats |= counts
-        if self._context.rank > 0:
-            # All ranks of a context group have the same numbers: one of them counts.
+        if not self._extensions.is_counted:
+            # All ranks that share rows have the same numbers: one of them counts.
             stats = {}
-        stats |= self._routing_stats()
+        stats |= self._extensions.take_stats()
         optimizer = self.optimizer
         outcome = optimizer.step()
         if outcome["skipped_update"]:
@@ -286,7 +259,7 @@ class FSDPEngine(TrainEngine):
         return contents["extra"]
 
     def export(self, path: Path) -> None:
-        """Write the model in the compute dtype, adapters merged, and `adapter/` for peft."""
+        """Write the model in the compute dtype, with the files of the extensions."""
         temp = checkpoint.begin(path) if dist.get_rank() == 0 else None
         weights = self.stream_weights()
         if temp:
@@ -303,9 +276,7 @@ class FSDPEngine(TrainEngine):
             write_weights(temp, chain(weights, unused_weights))
         else:
             deque(weights, maxlen=0)
-        if self.adapter is not None:
-            adapter_folder = temp / "adapter" if temp else None
-            lora.write(self.module, self.full, self.adapter, adapter_folder, base=self.source)
+        self._extensions.export(temp, self.full)
         if temp:
             facts = {"world_size": dist.get_world_size(), **checkpoint.versions()}
             checkpoint.commit(path, facts)
@@ -313,8 +284,13 @@ class FSDPEngine(TrainEngine):
         dist.barrier()
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights in the compute dtype, tied ones once, adapters merged; see TrainEngine."""
-        weights = lora.merged(self.module, self.full, self.dtype)
+        """Yield weights in the compute dtype, tied ones once; see TrainEngine."""
+        weights = exported_weights(
+            self.module,
+            self._extensions,
+            self.full,
+            self.dtype,
+        )
         if dist.get_rank() != 0:
             deque(weights, maxlen=0)
             return
@@ -326,7 +302,7 @@ class FSDPEngine(TrainEngine):
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
-        masters = dict(lora.state_tensors(self.module))
+        masters = dict(state_tensors(self.module))
         return fingerprint(masters, self.device)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -337,23 +313,16 @@ class FSDPEngine(TrainEngine):
         return tensor
 
     def _collate(self, rows: list[Sequence]) -> MicroBatch:
-        """Return the micro-batch of `rows`; set the experts of its forward and backward pass."""
-        group_batch = collate(rows, self.device, self.layout)
-        batch = self._context.split(group_batch)
-        if self.routing is not None:
-            self.routing.replay(batch.routing_BWR, replaces=self.replays_routing)
-        return batch
-
-    def _routing_stats(self) -> Stats:
-        """End the replay of a batch; return the counts of recorded choices on this rank."""
-        if self.routing is None:
-            return {}
-        return self.routing.stats()
+        """Return the micro-batch of `rows` that this rank computes."""
+        batch = collate(rows, self.device, self.layout)
+        if not self.replays_routing:
+            batch = replace(batch, replays_routing=False)
+        return self._extensions.changed_batch(batch)
 
     def _live_state(self) -> dict[str, Tensors]:
         """Return the tensors that training changes, to save them or to load into them."""
         trained = Tensors()
-        for name, tensor in lora.state_tensors(self.module):
+        for name, tensor in state_tensors(self.module):
             is_buffer = not isinstance(tensor, nn.Parameter)
             if tensor.requires_grad or is_buffer:
                 trained[name] = tensor.detach()
@@ -365,7 +334,7 @@ class FSDPEngine(TrainEngine):
         The plans of all ranks have equally many micro-batches, so that collectives stay aligned. A
         shorter plan ends with empty micro-batches.
         """
-        budget = self.config.max_tokens_per_microbatch * self._context.size
+        budget = self.config.max_tokens_per_microbatch * self._extensions.num_sharing
         make_plan = LAYOUTS[self.layout]
         plan = make_plan(input_items(rows), budget, rows_per_example=rows_per_example)
         local_sizes = [max(1, len(plan)), max(map(_length, rows), default=0)]
@@ -386,7 +355,11 @@ class FSDPEngine(TrainEngine):
     def _compute(self, batch: MicroBatch) -> Tensors:
         """Return the outputs of all loss tokens of a micro-batch, on every rank of its group."""
         outputs = self._model(batch)
-        return self._context.gather(outputs, batch)
+        return self._extensions.gather_outputs(outputs, batch)
+
+    def _low_precision(self) -> AbstractContextManager[None]:
+        """Return a context in which passes compute in the engine's dtype."""
+        return models.low_precision(self._model, self.dtype, self._float32_names)
 
 
 def backward(

@@ -4,21 +4,22 @@ Beside its shards, a rank has at most one full parameter in memory, and the tens
 from which this parameter is made: for example one tensor for each expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel as Model
 
 from arealite.algo import linear
 from arealite.api.engine import Head
+from arealite.api.engine_extension import EngineExtension
 from arealite.base.errors import UserError, one_line
-from arealite.ext.models.lora import ADAPTER, file_name, fill, first_value, state_tensors
+from arealite.impl.engine.extensions import state_tensors
 from arealite.impl.weights.tensor_names import SCORE, TensorNames
 
 DTYPES = {
@@ -77,31 +78,33 @@ def attention_of(config: Any) -> str | None:
     return "eager" if softcap else None
 
 
-def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
+def set_dtypes(
+    model: nn.Module,
+    dtype: torch.dtype,
+    own_parameters: Collection[str],
+) -> bool:
     """Cast frozen parameters to the compute dtype.
 
     Returns:
-        Whether all parameters now have that dtype. Adapters do not count: they accept inputs of any
-        dtype and compute in their own.
+        Whether all parameters now have that dtype. Those of extensions, `own_parameters`, do not
+        count: they accept inputs of any dtype and compute in their own.
     """
     is_uniform = True
     for name, param in model.named_parameters():
-        if not param.requires_grad and not keeps_float32(name):
+        if name in own_parameters:
+            continue
+        if not param.requires_grad and name != SCORE:
             param.data = param.data.to(dtype)
-        if param.dtype != dtype and ADAPTER not in name:
+        if param.dtype != dtype:
             is_uniform = False
     return is_uniform
-
-
-def keeps_float32(name: str) -> bool:
-    """Return whether a parameter stays float32 in passes of another compute dtype."""
-    return ADAPTER in name or name == SCORE
 
 
 def load_weights(
     model: Model,
     names: TensorNames,
     device: torch.device,
+    extensions: EngineExtension,
     *,
     offload: bool = False,
     seed: int = 0,
@@ -109,7 +112,8 @@ def load_weights(
     """Materialise `model`, and load its parameters or their shards from the folder's safetensors.
 
     Buffers are on `device`. Parameters are on `device`, or with `offload` on the CPU. A value head
-    that the folder lacks is initialised to 0, and adapters from `seed`, equally on all ranks.
+    that the folder lacks is initialised to 0, and the parameters of extensions from `seed`, equally
+    on all ranks.
 
     Raises:
         UserError: config.json ties tensors whose values differ in the folder.
@@ -128,13 +132,29 @@ def load_weights(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in state_tensors(model):
-            name_in_files = file_name(name)
-            if name_in_files in names.loadable:
-                full = names.load(name_in_files)
+            file_name = extensions.file_names.get(name, name)
+            if name in extensions.own_parameters:
+                full = extensions.first_value(name, tensor.shape, generator)
+            elif file_name in names.loadable:
+                full = names.load(file_name)
             else:
-                full = first_value(name, tensor.shape, generator)
+                full = torch.zeros(tensor.shape)
             fill(tensor, full.to(device))
     linear.use_fast_linear(model)
+
+
+def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
+    if isinstance(tensor, DTensor):
+        # src_data_rank=None: every rank cuts its own shard from `full`, without communication.
+        full = distribute_tensor(
+            full,
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            src_data_rank=None,
+        ).to_local()
+        tensor = tensor.to_local()
+    tensor.copy_(full)
 
 
 @contextmanager

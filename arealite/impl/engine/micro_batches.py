@@ -14,40 +14,16 @@ import torch
 
 from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
+from arealite.api.engine_extension import MicroBatch
 from arealite.base.errors import UserError
-from arealite.ext.models.tree_attention import PrefixTree
+from arealite.impl.engine.packed_rows import PrefixTree
 
 NO_RECORD = 255
 """Every byte of the routing record of a token that has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Tensors of one forward pass, on the engine's device."""
-
-    input_ids_BW: torch.Tensor
-    """int64: rows right-padded with 0, or packed prefix trees [1, W]. The last token of a row is no
-    input."""
-    attention: dict[str, object]
-    """Further arguments of the decoder for packed rows; {} for padded ones."""
-    inputs: list[torch.Tensor]
-    """int64 for each row: positions of its inputs in the flattened [B · W] tokens."""
-    index_N: torch.Tensor
-    """int64: which of the flattened [B · W] hidden states predicts each loss token."""
-    targets_N: torch.Tensor
-    """int64: the loss tokens."""
-    temperature_N: torch.Tensor
-    rows_N: torch.Tensor
-    fields: dict[str, torch.Tensor]
-    own_N: torch.Tensor | None = None
-    """int64: the loss tokens that this rank computes, of those in `rows_N` and `fields`; None:
-    all. Only context parallelism divides them; `index_N`, targets and temperatures are its own."""
-    routing_BWR: torch.Tensor | None = None
-    """uint8: the recorded experts of each input, R bytes, 255 where none are recorded; None: no
-    row has a record."""
-
-
-class _FlatRows(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FlatRows:
     """The tokens of all rows, one row after the other."""
 
     tokens_S: np.ndarray

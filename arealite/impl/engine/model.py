@@ -4,7 +4,7 @@ The base model and the head run inside one root module, because FSDP2 gathers th
 inside the root's forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,12 +19,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from arealite.algo.logprobs import Head as OutputHead
-from arealite.algo.logprobs import token_logprobs
+from arealite.algo.logprobs import OutputHead, token_logprobs
+from arealite.api.engine_extension import MicroBatch
 from arealite.base.errors import UserError
 from arealite.impl.engine.head import decoder_of, logit_change
-from arealite.impl.engine.loading import keeps_float32
-from arealite.impl.engine.micro_batches import MicroBatch
 
 
 class LogprobModel(nn.Module):
@@ -152,13 +150,17 @@ def shard(
 
 
 @contextmanager
-def low_precision(model: LogprobModel | ValueModel, dtype: torch.dtype) -> Iterator[None]:
-    """Compute in `dtype` with copies of the parameters within the context.
+def low_precision(
+    model: LogprobModel | ValueModel,
+    dtype: torch.dtype,
+    float32_names: Collection[str],
+) -> Iterator[None]:
+    """Compute in `dtype` with copies of the parameters not in `float32_names` within the context.
 
     The gradients of the copies are added to those of the float32 parameters, in float32. Layers get
     their inputs in `dtype`. FSDP2 does both for sharded parameters; the context is then a no-op.
     """
-    replaced = _params_to_cast(model, dtype)
+    replaced = _params_to_cast(model, dtype, float32_names)
     copies = dict[nn.Parameter, nn.Parameter]()
     for _, _, param in replaced:
         if param not in copies:
@@ -180,6 +182,7 @@ def low_precision(model: LogprobModel | ValueModel, dtype: torch.dtype) -> Itera
 def _params_to_cast(
     model: LogprobModel | ValueModel,
     dtype: torch.dtype,
+    float32_names: Collection[str],
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """List (module, name in the module, parameter) of the parameters that `low_precision` casts."""
     params = list[tuple[nn.Module, str, nn.Parameter]]()
@@ -187,7 +190,7 @@ def _params_to_cast(
         return params
     for path, module in model.module.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            if param.dtype != dtype and not keeps_float32(f"{path}.{name}"):
+            if param.dtype != dtype and f"{path}.{name}" not in float32_names:
                 params.append((module, name, param))
     return params
 

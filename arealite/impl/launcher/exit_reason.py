@@ -1,63 +1,83 @@
-"""Finds the line in the output of a failed process that gives the reason of its exit."""
+"""The reason for which a process ended that wrote no record: a line of its output.
 
-import re
+That is another program, or native code that aborted. A process of AReaLite writes a record
+(`base/exit_record.py`).
+"""
+
 import signal
+
+from arealite.base.exit_record import MAX_REASON
 
 ERROR = "error: "
 """Prefix of the line in which a command reports a deliberately raised error."""
-MAX_REASON = 500
-"""Longest reason, in characters."""
 RAISED = 4
 """Exit codes from 1 to this one follow an exception; higher codes are chosen by the program."""
-RANK = re.compile(r"^\[rank\d+\]: ?", re.M)
-"""Torch writes this before each line of a rank's traceback."""
-GROUP = re.compile(r"^ +\+ Exception Group Traceback.*^ +\+-+$", re.M | re.S)
-MARGIN = re.compile(r"^ +(\| ?|(?=\+))", re.M)
-"""Begins each line of an exception group, borders included."""
-REASON = re.compile(
-    r"""^(?:(Exception\ ignored\ in.*\n)?  # printed by Python; not the cause of the exit
-    (?:(?:\+\ Exception\ Group\ |Exception\ Group\ )?Traceback\ \(most|\ +File\ ").*\n(?:\ .*\n|\n)*
-    |\+[-+]+\ [\d.]+\ -+\n(?!Traceback|Exception\ Group\ T))  # a leaf without frames
-    ([\w.]+:\s+\S.*|\S.*)  # a message may begin with empty lines
-    |^((?:error|Fatal\ Python\ error):\ .*)""",
-    re.M | re.X,
-)
-NO_LEAF = re.compile(r"\(\d+ sub-exceptions?\)$|^and \d+ more exceptions?$|^\.\.\. \(max_group")
-ABORTS = re.compile(r"^\s*((?:Fatal Python error:|what\(\):|\w+\(\): |.*Assertion `).*)", re.M)
-"""Lines that C and C++ code write before they abort the process."""
+TRACEBACK = "Traceback (most recent call last)"
+ABORTS = ("Fatal Python error:", "what():", "free():", "malloc():", "corrupted ")
+"""Beginnings of lines that C and C++ code write before they abort the process."""
+ASSERTION = "Assertion `"
 
 
 def exit_reason(output: str, code: int) -> str:
     """Return the line of `output` that gives the reason for an end with `code`, "" for none.
 
-    For a traceback, this is the line of the last exception, without its notes and the further lines
-    of its message; for an exception group, the line of the last leaf. A process that was killed by
-    SIGKILL, for example for lack of memory, could not write a reason.
+    A process that was killed by SIGKILL, for example for lack of memory, could not write a reason.
 
     Args:
         output: What the process wrote.
         code: Its exit code; for a death by signal, the signal's number below zero.
     """
-    candidates = _candidates(output, code)
+    lines = [line for line in map(_without_rank, output.splitlines()) if line.strip()]
+    candidates: list[str] = []
+    if code == -signal.SIGABRT:
+        candidates = _abort_lines(lines) or lines
+    elif code < 0:
+        candidates = [] if code == -signal.SIGKILL else _abort_lines(lines)
+    elif code <= RAISED:
+        candidates = _exception_lines(lines) or lines
+    else:
+        candidates = lines
     return " ".join(candidates[-1].split())[:MAX_REASON] if candidates else ""
 
 
-def _candidates(output: str, code: int) -> list[str]:
-    """Return the lines that may give the reason; the last one does."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    if code == -signal.SIGKILL:
-        return []
-    if code < 0:
-        aborts = ABORTS.findall(output)
-        return aborts or lines if code == -signal.SIGABRT else aborts
-    if code > RAISED:
-        return lines
-    without_ranks = RANK.sub("", output)
-    plain = GROUP.sub(lambda group: MARGIN.sub("", group[0]), without_ranks)
+def _without_rank(line: str) -> str:
+    """Return a line without "[rank0]: ", which torch writes before each line of a traceback."""
+    label, separator, rest = line.partition("]: ")
+    is_labelled = separator and label.startswith("[rank") and label[5:].isdecimal()
+    return rest if is_labelled else line
+
+
+def _without_margin(line: str) -> str:
+    """Return a line of an exception group without the group's margin; other lines unchanged."""
+    text = line.lstrip(" ")
+    if text.startswith("+ "):  # the first line of a group's traceback
+        return text.removeprefix("+ ").removeprefix("Exception Group ")
+    if text.startswith("+-"):
+        return text
+    return text[2:] if text.startswith("| ") else line
+
+
+def _abort_lines(lines: list[str]) -> list[str]:
+    """Return the lines of native code that aborts."""
+    stripped_lines = [line.strip() for line in lines]
+    return [line for line in stripped_lines if line.startswith(ABORTS) or ASSERTION in line]
+
+
+def _exception_lines(lines: list[str]) -> list[str]:
+    """Return the line behind each traceback, and each line that reports a deliberate error.
+
+    In an exception group, a numbered border begins each exception, with or without a traceback.
+    """
     reasons: list[str] = []
-    for match in REASON.finditer(plain):
-        ignored, exception, error = match.groups()
-        line = exception or error
-        if not ignored and not NO_LEAF.search(line):
+    is_in_traceback = False
+    for margin_line in lines:
+        line = _without_margin(margin_line)
+        is_numbered_border = line.startswith("+-") and any(map(str.isdigit, line))
+        if line.startswith(TRACEBACK) or is_numbered_border:
+            is_in_traceback = True
+        elif is_in_traceback and not line.startswith(" "):
             reasons.append(line)
-    return reasons or lines
+            is_in_traceback = False
+        elif line.startswith(ERROR):
+            reasons.append(line)
+    return reasons

@@ -15,21 +15,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.hooks import LedgerAudit, RunCompanion
 from arealite.api.launcher import Launcher
-from arealite.base.errors import ArealiteError, UserError
+from arealite.base import entries, exit_record
+from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.base.signals import on_stop
 from arealite.base.trial_files import TMPFS
-from arealite.ext.audit.audit import audit
-from arealite.ext.view.explain import explain
-from arealite.ext.view.snapshot import is_alive
-from arealite.ext.warm_start import modules, starts
-from arealite.ext.warm_start.starts import WarmParent
 from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.processes import Child
-from arealite.impl.launcher.progress import Progress
+from arealite.impl.launcher.progress import RunProgress
+from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter, starters
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
 from arealite.system.health import vitals, waits
 from arealite.system.health.diagnosis import Finding, examine, read_roles
+from arealite.system.health.explain import explain
 from arealite.system.health.vitals import STACKS_REQUEST
 from arealite.system.locks import remove_unlocked
 from arealite.system.names.name_registry import NameRegistry
@@ -56,7 +55,7 @@ class LocalLauncher(Launcher, Supervisor):
         self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
-        self.progress = Progress(
+        self.progress = RunProgress(
             self.paths.metrics,
             config.trainer.ppo.total_steps,
             evaluates=config.evaluates,
@@ -82,8 +81,12 @@ class LocalLauncher(Launcher, Supervisor):
         self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
         """Number of ranks on this host; they have its first GPUs."""
-        self.warm: WarmParent | None = None
-        """Started with the first role that can start from it."""
+        self.starter: RoleStarter | None = None
+        """Set with the first role."""
+        self._on_start: list[RunCompanion] = entries.hooks("run_started")
+        self._audits: list[LedgerAudit] = []
+        if not config.trainer.is_offline:
+            self._audits = entries.hooks("ledger_audit")
 
     def _role(self, *names: str, leads: bool = False) -> Role:
         return Role(
@@ -109,10 +112,8 @@ class LocalLauncher(Launcher, Supervisor):
         self.paths.end.unlink(missing_ok=True)
         on_stop(loop, self._on_stop)
         vitals.watch(loop)
-        if self.config.view.web:
-            from arealite.ext.view.live import serve  # imports aiohttp
-
-            self._page = asyncio.ensure_future(serve(self.paths, self.config.view.port, self.say))
+        companions = [start(self.config, self.say) for start in self._on_start]
+        self._companions = [asyncio.ensure_future(work) for work in companions if work]
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)
@@ -130,8 +131,8 @@ class LocalLauncher(Launcher, Supervisor):
                 monitoring.cancel()
                 grace_s = 0.0 if self._stops > 1 else processes.TERMINATE_GRACE_S
                 await processes.end_all(self.children, self.stop, grace_s=grace_s)
-                if self.warm is not None:
-                    self.warm.close()
+                if self.starter is not None:
+                    self.starter.close()
                 await asyncio.to_thread(clear_leftovers, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
@@ -198,18 +199,16 @@ class LocalLauncher(Launcher, Supervisor):
                 self.options.llm_servers,
                 ranks=self.local_ranks,
             )
-        if self.warm is None and not self.is_remote and starts.can_start(words):
-            has_torch = self.trainer in self.roles or self.options.llm_servers > 0
-            self.warm = modules.of_run(self.config, has_torch=has_torch)
-        if self.warm is None:
-            return await processes.spawn(name, words, log=log, environment=env)
-        return await self.warm.start_role(
-            name,
-            words,
-            log=log,
-            env=env,
-            stage=modules.STAGE_OF_ROLE.get(role, modules.LAST_STAGE),
-        )
+        if self.starter is None:
+            self.starter = self._make_starter()
+        return await self.starter.start_role(name, words, log=log, env=env)
+
+    def _make_starter(self) -> RoleStarter:
+        """Return what starts the roles of this host."""
+        if self.is_remote:
+            return NewProcesses()
+        has_torch = self.trainer in self.roles or self.options.llm_servers > 0
+        return starters().of_run(self.config, has_torch=has_torch)
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""
@@ -305,6 +304,7 @@ class LocalLauncher(Launcher, Supervisor):
         except ArealiteError as error:
             if error.exit_code not in (UserError.exit_code, STOPPED):
                 await self._explain()
+            exit_record.write(error)
             self.say(f"error: {error}")
             self._end = str(error)
             return error.exit_code
@@ -381,6 +381,7 @@ class LocalLauncher(Launcher, Supervisor):
                 code = 0
         failure = failure or self._incomplete_work(num_trained)
         if failure and not code:
+            exit_record.write(RoleError(failure))
             self.say(f"error: {failure}")
             self._end = failure
             code = 1
@@ -391,14 +392,18 @@ class LocalLauncher(Launcher, Supervisor):
 
     def _audit(self) -> tuple[str, int]:
         """Print the ledger's balance; return its fault, "" for none, and the trained steps."""
-        try:
-            report = audit(self.paths.ledger, new_only=True)
-            is_empty = report.ok and not report.groups.offered
-            self.say("no episode was offered" if is_empty else report.table())
-        except UserError as error:  # the run ended before a ledger was created
-            self.say(f"no audit: {error}")
-            return "the ledger cannot be audited", 0
-        return "" if report.ok else OUT_OF_BALANCE, report.steps
+        failure = ""
+        num_trained = self.progress.newest
+        for audit in self._audits:
+            try:
+                report = audit(self.paths.ledger, new_only=True)
+            except UserError as error:  # the run ended before a ledger was created
+                self.say(f"no audit: {error}")
+                return "the ledger cannot be audited", 0
+            self.say(report.summary())
+            num_trained = report.steps
+            failure = failure if report.ok else OUT_OF_BALANCE
+        return failure, num_trained
 
     def _incomplete_work(self, num_trained: int) -> str:
         """Return the work that the run has not done, "" for none."""
@@ -422,7 +427,7 @@ def clear_leftovers(config: ExperimentConfig, *kinds: str) -> None:
     """
     folder = name_dir(config) / "vitals"
     names = NameRegistry.of(config, ttl_s=math.inf)
-    dead = [role for role in read_roles(folder) if not is_alive(role)]
+    dead = [role for role in read_roles(folder) if not role.is_alive]
     prefixes = [f"{role.name}." for role in dead]
     prefixes += [f"{kind}-" for kind in kinds]
     if kinds:

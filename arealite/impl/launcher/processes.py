@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.base import exit_record
 from arealite.base.errors import RoleError, UserError
 from arealite.base.signals import ignore_other_stops
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason
@@ -59,6 +60,8 @@ class Child:
     """None: the process writes to the output of its parent."""
     log_begin: int
     """Length of the log, in bytes, when the process started."""
+    record: Path | None = None
+    """File in which the process writes why it failed; None: only its log says it."""
     started: float = field(default_factory=time.monotonic)
     reason: str = ""
     """Reason for which the supervisor killed the process."""
@@ -95,11 +98,18 @@ class Child:
 
     @property
     def exit_summary(self) -> str:
-        """One line: the child's name, how it exited, and the reason in its output, if any."""
-        return self._summary(exit_reason(self._output(), self.code) if self.code else "")
+        """One line: the child's name, how it exited, and the reason, if it gave one."""
+        return self._summary(self._own_reason() if self.code else "")
 
-    def _summary(self, last_line: str) -> str:
-        reason = self.reason or last_line.removeprefix(ERROR)
+    def _own_reason(self) -> str:
+        """Return the reason that the process gave, with the prefix ERROR if it is deliberate."""
+        record = exit_record.read(self.record) if self.record and self.code > 0 else None
+        if record is None:
+            return exit_reason(self._output(), self.code)
+        return f"{ERROR}{record.reason}" if record.is_deliberate else record.reason
+
+    def _summary(self, own_reason: str) -> str:
+        reason = self.reason or own_reason.removeprefix(ERROR)
         if reason:
             return f"{self.name} died ({how_ended(self.code)}: {reason})"
         return f"{self.name} died ({how_ended(self.code)})"
@@ -113,7 +123,7 @@ class Child:
         if self.log is None:
             return self.exit_summary
         output = self._output()
-        reason = exit_reason(output, self.code)
+        reason = self._own_reason()
         is_deliberate = reason.startswith(ERROR)
         lines = [reason] if is_deliberate else output.splitlines()[-TAIL_LINES:]
         one_line = " ".join("\n".join(lines).split())
@@ -162,11 +172,13 @@ async def spawn(
     """
     words = ["/bin/sh", "-c", guard, "sh", *command] if guard else command
     try:
+        record = new_record(log)
+        variables = {PARENT: str(os.getpid()), exit_record.VARIABLE: str(record or "")}
         with log.open("ab") if log else nullcontext() as output:
             begin = output.tell() if output else 0
             creating = asyncio.create_subprocess_exec(
                 *words,
-                env=os.environ | environment | {PARENT: str(os.getpid())},
+                env=os.environ | environment | variables,
                 # A guard's pipe stays open as long as the process object exists.
                 stdin=asyncio.subprocess.PIPE if guard else asyncio.subprocess.DEVNULL,
                 stdout=stdout or output,
@@ -180,9 +192,19 @@ async def spawn(
                 process=process,
                 log=log,
                 log_begin=begin,
+                record=record,
             )
     except OSError as error:
         raise UserError(f"{name} cannot be started: {error}") from error
+
+
+def new_record(log: Path | None) -> Path | None:
+    """Return the file of the exit record beside a process's log, without an earlier record."""
+    if log is None:
+        return None
+    record = exit_record.path_of(log)
+    record.unlink(missing_ok=True)
+    return record
 
 
 async def _started(creating: asyncio.Task[Process]) -> Process:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rich.live import Live
 
+from arealite.api.hooks import PanelMaker
+from arealite.base import entries
 from arealite.base.printable import guard_output
 from arealite.base.trial_files import RunPaths
-from arealite.ext.view.snapshot import Metrics, RunReader, is_step
-from arealite.ext.view.terminal import Terminal
+from arealite.impl.launcher.terminal import Terminal
+from arealite.impl.logger.metrics_file import MetricsFile, is_step
 
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -29,7 +31,7 @@ LAST_S = 5.0
 """Time limit of the last drawing of the panel."""
 
 
-class Progress:
+class RunProgress:
     """Prints lines of the launcher, and the progress of the run.
 
     On a terminal, the panel shows the progress; elsewhere, a line every `every` steps.
@@ -38,7 +40,7 @@ class Progress:
     def __init__(
         self, metrics: Path, total_steps: int, *, evaluates: bool = False, every: int = 5
     ) -> None:
-        self._metrics = Metrics(metrics)
+        self._metrics = MetricsFile(metrics)
         self._run = RunPaths(metrics.parent)
         self.total = total_steps
         self.newest = 0
@@ -117,15 +119,18 @@ class Progress:
 
         The last state of the panel remains on the screen.
         """
-        self._is_drawn = self._terminal.is_drawable
-        if not self._is_drawn:
+        makers: list[PanelMaker] = []
+        if self._terminal.is_drawable:
+            makers = entries.hooks("panel")
+        self._is_drawn = bool(makers)
+        if not makers:
             yield
             return
         over = threading.Event()
         with self._terminal.keep_panel() as live:
             guard_output()  # rich replaced the filtered streams by its own
             # A thread, because a disk that does not respond must not block the launcher.
-            thread = threading.Thread(target=self._draw, args=(live, over), daemon=True)
+            thread = threading.Thread(target=self._draw, args=(live, over, makers[-1]), daemon=True)
             thread.start()
             try:
                 yield
@@ -133,10 +138,10 @@ class Progress:
                 over.set()
                 thread.join(LAST_S)
 
-    def _draw(self, live: Live, over: threading.Event) -> None:
+    def _draw(self, live: Live, over: threading.Event, panel_of: PanelMaker) -> None:
         """Draw until `over`, and once more. Waits for: the clock. Unblocks: no process."""
-        watch = RunReader(self._run)
+        render = panel_of(self._run)
         is_last = False
         while not is_last and self._has_panel():
             is_last = over.wait(DRAW_S)
-            self._terminal.draw(live, watch)
+            self._terminal.draw(live, render)

@@ -1,4 +1,4 @@
-"""The supervisor of an embedded language-model server: a small parent process without a model.
+"""The supervisor of a language-model server: a small parent process without a model.
 
 The kernel kills the server when its parent dies.
 """
@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from arealite.api.experiment_config import ServerConfig, name_dir
+from arealite.base import exit_record
 from arealite.base.signals import STOP, on_stop
-from arealite.ext.warm_start.starts import WarmParent
 from arealite.impl.launcher import supervisor
-from arealite.impl.launcher.processes import Child, spawn
+from arealite.impl.launcher.processes import Child
+from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter
 from arealite.impl.launcher.supervisor import ROLE, Role
 from arealite.system.health import diagnosis, vitals
 from arealite.system.names.name_registry import NameRegistry
@@ -30,20 +31,19 @@ IS_KEPT = "AREALITE_IS_KEPT"
 class ServerSupervisor(supervisor.Supervisor):
     """Supervises one server process; restarts it when it dies or hangs."""
 
-    option = "llm_server.embedded.max_restarts"
     milestone = "a name in the registry"
 
-    def __init__(
-        self, config: ServerConfig, command: Sequence[str], warm: WarmParent | None
-    ) -> None:
+    def __init__(self, config: ServerConfig, command: Sequence[str], starter: RoleStarter) -> None:
         super().__init__(lambda line: sys.stderr.write(line + "\n"))
         self.command = command
-        self.warm = warm
+        self.starter = starter
         self._vitals = name_dir(config) / "vitals"
         self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
         self._name = os.environ.get(ROLE) or f"llm_server-parent-{self._host}-{os.getpid()}"
-        budget = supervisor.Budget(limit=config.llm_server.embedded.max_restarts, role=self._name)
+        server = config.llm_server
+        self.option = f"llm_server.{server.type}.max_restarts"
+        budget = supervisor.Budget(limit=server.selected_options.max_restarts, role=self._name)
         self._server = Role(names=(KIND,), budget=budget, grace_s=0.0)
         self.roles = [self._server]
         self._served = set[int]()
@@ -64,12 +64,12 @@ class ServerSupervisor(supervisor.Supervisor):
         except asyncio.CancelledError:  # stopped while there was no server
             return 0
         except supervisor.RoleFailed as error:
+            exit_record.write(error)
             self.say(f"error: {error}")
             return error.exit_code
         finally:
             monitoring.cancel()
-            if self.warm is not None:
-                self.warm.close()
+            self.starter.close()
 
     def _stop(self, keeping: asyncio.Task[None]) -> None:
         """Request the server to exit; kill the server if it does not exit in time."""
@@ -83,16 +83,7 @@ class ServerSupervisor(supervisor.Supervisor):
 
     async def start(self, role: Role) -> None:
         environment = {IS_KEPT: "1"}
-        if self.warm is None:
-            child = await spawn(KIND, self.command, log=None, environment=environment)
-        else:
-            child = await self.warm.start_role(
-                KIND,
-                self.command,
-                log=None,
-                env=environment,
-                stage=0,
-            )
+        child = await self.starter.start_role(KIND, self.command, log=None, env=environment)
         role.children = [child]
 
     def mark(self) -> float:
@@ -129,13 +120,13 @@ class ServerSupervisor(supervisor.Supervisor):
 
 
 def supervise(
-    config: ServerConfig, command: Sequence[str], *, warm: WarmParent | None = None
+    config: ServerConfig, command: Sequence[str], *, starter: RoleStarter | None = None
 ) -> int:
     """Run `command`, a server, until a signal stops it; return the exit code.
 
     Args:
         config: The server.
         command: Its command line.
-        warm: Starts the server.
+        starter: Starts the server; None: as a new process.
     """
-    return asyncio.run(ServerSupervisor(config, command, warm).run())
+    return asyncio.run(ServerSupervisor(config, command, starter or NewProcesses()).run())

@@ -71,7 +71,7 @@ class Budget:
     _early: int = 0
     """Consecutive deaths within `steady_s` of the start."""
     wait: waits.Wait = field(
-        default_factory=lambda: waits.Wait(what="start", owner=waits.SUPERVISOR)
+        default_factory=lambda: waits.Wait(event="start", owner=waits.SUPERVISOR)
     )
     """The published wait for the role to be up."""
 
@@ -84,7 +84,7 @@ class Budget:
         """
         waits.table.discard(self.wait)
         self.wait = waits.Wait(
-            what=attempt,
+            event=attempt,
             owner=waits.SUPERVISOR,
             on=self.role,
             detail=death_report.partition("\n")[0],

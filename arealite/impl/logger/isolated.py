@@ -15,7 +15,7 @@ from arealite.api.logger import MetricLogger
 from arealite.base import log
 from arealite.system.health.waits import Wait
 
-Call = Callable[[MetricLogger], None]
+LoggerCall = Callable[[MetricLogger], None]
 
 logger = log.get(__name__)
 
@@ -35,7 +35,7 @@ class IsolatedLogger(MetricLogger):
     def __init__(self, run_root: Path, kind: type[MetricLogger]) -> None:
         self.name = kind.__name__
         self._is_disabled = False
-        self._calls = queue.Queue[Call | None](MAX_QUEUED_LINES)
+        self._calls = queue.Queue[LoggerCall | None](MAX_QUEUED_LINES)
         self._thread = threading.Thread(
             target=self._work, args=(run_root, kind), name=self.name, daemon=True
         )
@@ -51,7 +51,7 @@ class IsolatedLogger(MetricLogger):
         """Wait until the queued lines are written, at most CLOSE_S seconds."""
         self._enqueue(None)
         wait = Wait(
-            what=f"the last lines of {self.name}",
+            event=f"the last lines of {self.name}",
             owner="trainer",
             on=f"logger {self.name}",
             seconds=CLOSE_S,
@@ -61,7 +61,7 @@ class IsolatedLogger(MetricLogger):
         if self._thread.is_alive():
             self._disable(f"it did not close within {CLOSE_S:g} s")
 
-    def _enqueue(self, call: Call | None) -> None:
+    def _enqueue(self, call: LoggerCall | None) -> None:
         try:
             self._calls.put_nowait(call)
         except queue.Full:

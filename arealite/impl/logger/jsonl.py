@@ -12,7 +12,7 @@ from typing import Any
 from arealite.api.logger import MetricLogger
 from arealite.base.files import replacing
 from arealite.base.trial_files import RunPaths
-from arealite.ext.view.snapshot import is_step
+from arealite.impl.logger.metrics_file import is_step
 
 
 class JSONLLogger(MetricLogger):

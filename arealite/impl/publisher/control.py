@@ -33,7 +33,7 @@ ONE_TOKEN = {
 """Request for a generation of one token."""
 
 
-class Refused(RoleError):
+class ServerRefusal(RoleError):
     """A live server answered with a status other than 200."""
 
 
@@ -273,7 +273,7 @@ class ServerControl:
             if not resume:
                 cause += " (trainer.ppo.publisher.continue_paused=false)"
             self.foreign_pause = Wait(
-                what="its continuation",
+                event="its continuation",
                 owner=PAUSE_OBSERVER,
                 on=self.role,
                 detail=cause,
@@ -295,7 +295,7 @@ class ServerControl:
 
     def time_limit(self, event: str, seconds: float) -> Wait:
         """Return a wait of at most `seconds` for this server; see `Wait`."""
-        return Wait(what=event, owner="publisher", on=self.role, seconds=seconds)
+        return Wait(event=event, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
         """Empty the cache while paused: retract running requests, or else abort them."""
@@ -310,14 +310,14 @@ class ServerControl:
         """Send a request that must succeed; return the text of the answer.
 
         Raises:
-            Refused: The status is not 200.
+            ServerRefusal: The status is not 200.
         """
         return self._check(path, *await self.request(path, body))
 
     async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
         reply = Wait(
-            what=f"an answer of {path}",
+            event=f"an answer of {path}",
             owner="publisher",
             on=self.role,
             replies_soon="weights" not in path and path != "/generate",
@@ -336,10 +336,10 @@ class ServerControl:
         """Return an answer with status 200.
 
         Raises:
-            Refused: The status is another one.
+            ServerRefusal: The status is another one.
         """
         if status != 200:
-            raise Refused(f"{self.address}{path} answered {status}: {answer[:300]}")
+            raise ServerRefusal(f"{self.address}{path} answered {status}: {answer[:300]}")
         return answer
 
 

@@ -17,7 +17,7 @@ from arealite.base.folder_checks import check_address
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
-from arealite.impl.publisher.servers import ServersPublisher
+from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
 from arealite.impl.weights.buckets import Named
 from arealite.system.locks import make_locked
 from arealite.system.names.name_registry import Entry
@@ -92,8 +92,10 @@ class DiskPublisher(ServersPublisher):
             body={"model_path": str(self.staged), "load_format": "auto"},
             version=version,
         )
-        async with self.updating([server], version) as on_all:
-            await on_all(load)
+        update = ServersUpdate(self, [server], version)
+        await update.pause()
+        await update.send(load)
+        await update.finish()
 
     def parent(self) -> Path:
         """Return the folder of staged versions: `disk.dir`, or tmpfs if shared, or the run's."""

@@ -9,10 +9,9 @@ import asyncio
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import Shapes, check_shapes, read_shapes
-from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, ServerControl
+from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
 from arealite.system.health.waits import cancel_all
@@ -42,13 +41,59 @@ finish the step."""
 
 T = TypeVar("T")
 Servers = Sequence[ServerControl]
-Action = Callable[[ServerControl], Awaitable[None]]
-OnAll = Callable[[Action], Coroutine[object, object, None]]
-"""Runs an action for all servers of an update concurrently."""
+ServerAction = Callable[[ServerControl], Awaitable[None]]
 
 
 class PartialUpdate(Exception):
     """A server failed during an update and is quarantined; the others may have partial weights."""
+
+
+class ServersUpdate:
+    """One update of servers to a version, step by step: `pause`, `send` (once or more), `finish`.
+
+    The caller holds the servers' locks during all steps. The whole update may take `timeout_s`.
+    After a failed step, the servers that are quarantined or still have complete old weights are
+    continued. A server with partial weights stays paused until the next update.
+    """
+
+    def __init__(self, publisher: "ServersPublisher", servers: Servers, version: int) -> None:
+        self._publisher = publisher
+        self._servers = servers
+        self._version = version
+        self._until = 0.0
+        """Deadline of the update, in the loop's time."""
+
+    async def pause(self) -> None:
+        """Pause the servers.
+
+        Raises:
+            PartialUpdate: A server failed.
+        """
+        options = self._publisher.config
+        self._until = asyncio.get_running_loop().time() + options.timeout_s
+
+        async def pause(server: ServerControl) -> None:
+            server.confirmed_version = None
+            await server.pause(options.pause_mode)
+
+        await self.send(pause)
+
+    async def send(self, action: ServerAction) -> None:
+        """Run an action for all servers concurrently, such as the transfer of some weights.
+
+        Raises:
+            PartialUpdate: A server failed.
+        """
+        try:
+            await self._publisher.on_all(self._servers, self._until, action)
+        except PartialUpdate:
+            self._publisher.resume_complete(self._servers)
+            raise
+
+    async def finish(self) -> None:
+        """Continue the servers, which have all weights now, and confirm the version."""
+        finishing = [self._publisher.finish(server, self._version) for server in self._servers]
+        await asyncio.gather(*finishing)
 
 
 class ServersPublisher(WeightPublisher):
@@ -167,36 +212,7 @@ class ServersPublisher(WeightPublisher):
         self.shapes = shapes
         self.num_bytes = num_bytes
 
-    @asynccontextmanager
-    async def updating(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
-        """Pause servers, run the body, which sends the weights, then continue and confirm.
-
-        The caller holds the servers' locks. The body sends the weights through the function that
-        this yields. The whole update may take `timeout_s`. After a failure, servers that are
-        quarantined or still have complete old weights are continued. A server with partial weights
-        stays paused until the next update.
-
-        Raises:
-            PartialUpdate: A server failed before all weights were sent.
-        """
-        until = asyncio.get_running_loop().time() + self.config.timeout_s
-        on_all = partial(self.on_all, servers, until)
-
-        async def pause(server: ServerControl) -> None:
-            server.confirmed_version = None
-            await server.pause(self.config.pause_mode)
-
-        try:
-            await on_all(pause)
-            yield on_all
-        except PartialUpdate:
-            for server in servers:
-                if not server.broken:
-                    self._tasks.create_task(self._resume(server))
-            raise
-        await asyncio.gather(*(self._finish(server, version) for server in servers))
-
-    async def on_all(self, servers: Servers, until: float, do: Action) -> None:
+    async def on_all(self, servers: Servers, until: float, do: ServerAction) -> None:
         """Run an action for all servers concurrently, and quarantine the servers that fail.
 
         Args:
@@ -227,7 +243,9 @@ class ServersPublisher(WeightPublisher):
                 errors[server] = error
         # If some servers gave no answer, the refusals of the others are a consequence of that.
         no_refusals = {
-            server: error for server, error in errors.items() if not isinstance(error, Refused)
+            server: error
+            for server, error in errors.items()
+            if not isinstance(error, ServerRefusal)
         }
         blamed = no_refusals or errors
         for server, error in blamed.items():
@@ -346,7 +364,8 @@ class ServersPublisher(WeightPublisher):
             if verify and server.confirmed_version == version:
                 logger.info("server updated", server=server.id, version=version)
 
-    async def _finish(self, server: ServerControl, version: int) -> None:
+    async def finish(self, server: ServerControl, version: int) -> None:
+        """Continue a server that has all weights of a version; quarantine it if it fails."""
         try:
             await server.finish(version)
         except FAILURES as error:
@@ -360,6 +379,12 @@ class ServersPublisher(WeightPublisher):
         server.confirmed_version = None
         server.error = message
         self._tasks.create_task(self._resume(server))
+
+    def resume_complete(self, servers: Servers) -> None:
+        """Continue the servers that have complete weights, in tasks of their own."""
+        for server in servers:
+            if not server.broken:
+                self._tasks.create_task(self._resume(server))
 
     async def _resume(self, server: ServerControl) -> None:
         async with server.lock:

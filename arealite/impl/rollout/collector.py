@@ -28,14 +28,14 @@ from arealite.api.turns import Turn, blake2b
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
-from arealite.ext.hosting.client import make_env
+from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.failures import FATAL, PLACE, make_failure, root_error
 from arealite.impl.rollout.resumed_turns import recorded_turns, unsent_turns
 from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payload_checks import payload_sum
 
 if TYPE_CHECKING:
-    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
+    from arealite.api.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 
@@ -58,7 +58,7 @@ class NothingGenerated(EpisodeError, failure_class="nothing_generated"):
     """A trainable seat has no sampled token, so nothing can be trained."""
 
 
-class Part(NamedTuple):
+class RunEnv(NamedTuple):
     """One environment of the run."""
 
     config: PartConfig
@@ -72,7 +72,7 @@ class Collector:
         ppo = config.trainer.ppo
         self.config = ppo.collector
         self.parts = {
-            name: Part(part_config, make_env(config, part_config.env))
+            name: RunEnv(part_config, make_env(config, part_config.env))
             for name, part_config in self.config.parts.items()
         }
         """By name; a task's `extra_info.env` is the name of its environment."""
@@ -113,7 +113,7 @@ class Collector:
         for wait in [*self._running]:
             wait.abandon()
 
-    def part(self, task: Task) -> Part:
+    def part(self, task: Task) -> RunEnv:
         """Return the environment of a task.
 
         Raises:
@@ -198,7 +198,7 @@ class Collector:
             for agent in with_turns or trained_agents
         ]
 
-    async def _run_env(self, part: Part, lease: Lease, member: int, agents: Agents) -> None:
+    async def _run_env(self, part: RunEnv, lease: Lease, member: int, agents: Agents) -> None:
         """Run the environment under the deadline of an episode.
 
         Raises:
@@ -207,7 +207,7 @@ class Collector:
         limit_s = self.config.episode_timeout_s
         name = f"episode {lease.group_id}/{member} ({lease.task.task_id})"
         env_name = f"environment {part.config.env.type}"
-        wait = Wait(what=name, owner="collector", on=env_name, seconds=limit_s)
+        wait = Wait(event=name, owner="collector", on=env_name, seconds=limit_s)
         self._running.add(wait)
         try:
             with wait:
@@ -231,7 +231,9 @@ class Collector:
         self.resumed["resumed_tokens"] += num_tokens
         self.resumed["resumed_diverged"] += any(record.resumed_diverged for record in records)
 
-    def _make_agents(self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]) -> Agents:
+    def _make_agents(
+        self, part: RunEnv, lease: Lease, member: int, turns: Sequence[bytes]
+    ) -> Agents:
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
         agents: Agents = {}
@@ -324,7 +326,7 @@ def make_trajectory(
         payload_sum=payload_sum(payload),
         prompt=turns[0].prompt,
         prompt_tokens=turns[0].start,
-        computed_tokens=sum([turn.end - turn.known for turn in turns]),
+        computed_tokens=sum([turn.end - turn.num_known_tokens for turn in turns]),
     )
     return header, payload
 
@@ -356,7 +358,7 @@ def _branch_reason(turn: Turn, *, is_first: bool) -> str:
         return turn.origin.reason
     if is_first:
         return "first"
-    return "forked" if turn.known else "rewritten"
+    return "forked" if turn.num_known_tokens else "rewritten"
 
 
 def _receipt(turn: Turn, parent: Turn | None, reason: str) -> TurnReceipt:

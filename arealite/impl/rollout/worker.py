@@ -22,7 +22,7 @@ from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
 
 if TYPE_CHECKING:
-    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
+    from arealite.api.tokenizer import Tokenizer
     from arealite.system.links.worker_link import WorkerLink
 
 logger = log.get(__name__)

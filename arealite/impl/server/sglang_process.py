@@ -184,7 +184,7 @@ class SGLangProcess(Supervisor):
 
     def _bounded(self, event: str, seconds: float, *, replies_soon: bool = False) -> Wait:
         return Wait(
-            what=event,
+            event=event,
             owner="llm_server",
             on=f"SGLang {self.address}",
             seconds=seconds,

@@ -16,20 +16,19 @@ import numpy as np
 from arealite.algo.reduction import token_weights
 from arealite.api import trainer_messages as messages
 from arealite.api.engine import Sequence
-from arealite.api.payloads import decode_segments
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.rank_group import World
-from arealite.system.ledger.payload_checks import find_mismatch
+from arealite.system.ledger.payload_checks import decode_checked
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
 
 
-class Unusable(InvariantError):
+class UnusableGroups(InvariantError):
     """Some groups of a batch cannot be trained; `groups` maps their ids to errors."""
 
     def __init__(self, message: str, groups: dict[str, str]) -> None:
@@ -224,7 +223,7 @@ def make_rows(
             rank=world.rank,
             world_size=world.size,
         )
-    except Unusable as error:
+    except UnusableGroups as error:
         groups = error.groups
         logger.error("batch cannot be trained", step=batch.step, error=str(error))
     if not world.any(train_batch is None):
@@ -246,7 +245,7 @@ def make_train_batch(
     """Decode and check the trajectories of one rank, and compute their token weights.
 
     Raises:
-        Unusable: payloads differ from their headers.
+        UnusableGroups: payloads differ from their headers.
         InvariantError: a payload is missing, or a token is too old.
     """
     owned = [i for i, owner in enumerate(batch.ranks) if owner == rank]
@@ -256,22 +255,23 @@ def make_train_batch(
             f"for trajectories {batch.mine}, but it owns {owned}"
         )
     mismatches = dict[str, str]()
+    segments_of = dict[int, list[Segment]]()
     for index, payload in zip(batch.mine, payloads, strict=True):
         header = batch.headers[index]
-        mismatch = find_mismatch(header, payload)
+        segments_of[index], mismatch = decode_checked(header, payload)
         if mismatch:
             mismatches[header.group_id] = mismatch
     if mismatches:
-        raise Unusable(
+        raise UnusableGroups(
             f"batch {batch.step}: payloads differ from their headers: {mismatches}", mismatches
         )
     weights = _token_weights(batch, config)
     train_batch = TrainBatch(plan=batch, local=[], world_size=world_size)
-    for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
+    for index in sorted(segments_of):
         trajectory = _make_trajectory(
             batch,
             index,
-            payload,
+            segments_of[index],
             config,
             weight=weights[index],
         )
@@ -282,7 +282,7 @@ def make_train_batch(
 def _make_trajectory(
     batch: Batch,
     index: int,
-    payload: bytes,
+    segments: Seq[Segment],
     config: PPOConfig,
     *,
     weight: float,
@@ -301,7 +301,7 @@ def _make_trajectory(
         rewards=[],
         is_scored=header.reward is not None,
     )
-    for segment in decode_segments(payload):
+    for segment in segments:
         row = _make_row(segment, weight=weight)
         versions_T = np.frombuffer(segment.versions, "<i4")
         trajectory.rows.append(row)

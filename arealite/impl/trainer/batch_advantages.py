@@ -14,6 +14,7 @@ import torch
 from arealite.algo import advantages as algo
 from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
+from arealite.api.formulas import GroupAdvantage, TokenAdvantage
 from arealite.api.trainer import PPOConfig
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, Trajectory
 from arealite.impl.trainer.rank_group import World
@@ -31,10 +32,11 @@ def compute_advantages(
     whose gradient is 0 on every token.
     """
     advantages: Seq[np.ndarray | float]
-    if config.advantage.is_relative:
-        advantages = _group_advantages(batch, config, world)
+    function = config.advantage.function
+    if isinstance(function, TokenAdvantage):
+        advantages = [_token_advantages(batch, each, config, function) for each in batch.local]
     else:
-        advantages = [_token_advantages(batch, trajectory, config) for trajectory in batch.local]
+        advantages = _group_advantages(batch, config, world, function)
     if config.advantage.normalize:
         advantages = _normalized(batch, world, advantages, eps=config.advantage.eps)
     for trajectory, advantages_N in zip(batch.local, advantages, strict=True):
@@ -48,18 +50,15 @@ def _group_advantages(
     batch: TrainBatch,
     config: PPOConfig,
     world: World,
+    compare: GroupAdvantage,
 ) -> list[float]:
     """Return one advantage for each local trajectory: its reward compared with its group."""
     if config.reward != ShapingConfig() or _has_kl_reward(config):
         rewards = _shaped_rewards(batch, config, world)
     else:
         rewards = [header.reward for header in batch.headers]
-    advantages = algo.group_advantages(
-        rewards,
-        groups=[(header.group_id, header.seat) for header in batch.headers],
-        kind=config.advantage.type,
-        eps=config.advantage.eps,
-    )
+    groups = [(header.group_id, header.seat) for header in batch.headers]
+    advantages = algo.group_advantages(rewards, groups, compare, config.advantage)
     return [advantages[trajectory.index] for trajectory in batch.local]
 
 
@@ -89,25 +88,21 @@ def _token_advantages(
     batch: TrainBatch,
     trajectory: Trajectory,
     config: PPOConfig,
+    function: TokenAdvantage,
 ) -> np.ndarray:
-    """Return advantages [N] from the returns over the sampled tokens; 0 if unscored."""
+    """Return advantages [N] of the sampled tokens; 0 if unscored."""
     if not trajectory.is_scored:
         trajectory.scatter("returns", 0.0)
         num_sampled = np.count_nonzero(np.concatenate(trajectory.sampled))
         return np.zeros(num_sampled)
-    options = config.advantage
     rewards_N = _rewards(batch, trajectory, config)
     batch.scores.append(float(rewards_N.sum()))
-    if options.type == "reinforce":
-        return algo.discounted_returns(rewards_N, gamma=options.gamma)
-    advantages_N, returns_N = algo.gae(
-        rewards_N,
-        trajectory.gather("values"),
-        bootstrap=trajectory.bootstrap,
-        gamma=options.gamma,
-        lam=options.gae_lambda,
-    )
-    trajectory.scatter("returns", returns_N)
+    values_N = np.zeros(len(rewards_N))
+    if function.has_critic:
+        values_N = trajectory.gather("values")
+    advantages_N = function.formula(config.advantage, rewards_N, values_N, trajectory.bootstrap)
+    if function.has_critic:
+        trajectory.scatter("returns", advantages_N + values_N)
     return advantages_N
 
 
@@ -198,7 +193,7 @@ def with_gradient(
 ) -> set[int]:
     """Return the indices of scored trajectories with a gradient, from advantage or other terms."""
     has_kl_loss = config.kl.coef > 0 and config.kl.place == "loss"
-    if has_kl_loss or config.loss.entropy_coef or config.advantage.type == "gae":
+    if has_kl_loss or config.loss.entropy_coef or config.advantage.has_critic:
         return {i for i, header in enumerate(batch.headers) if header.reward is not None}
     local_largest = [float(np.abs(advantage).max()) for advantage in advantages]
     largest = _from_all_ranks(batch, world, local_largest)

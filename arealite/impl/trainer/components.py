@@ -3,16 +3,17 @@
 The loop names no implementation, so tests can pass other components.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.hooks import AfterFirstPublish
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
-from arealite.ext.self_check.check import self_check
+from arealite.base import entries
 from arealite.impl.logger.isolated import IsolatedLogger
 from arealite.impl.trainer.rank_group import World
 from arealite.system.links.trainer_link import TrainerLink
@@ -35,8 +36,8 @@ class Components:
     """Frozen; None if the algorithm uses no reference."""
     critic: TrainEngine | None = None
     """None if the advantages need no critic."""
-    self_check: Callable[[ExperimentConfig, TrainEngine, World, int], None] | None = None
-    """Compares the trainer with the servers after the first publish; None: no comparison."""
+    after_first_publish: Sequence[AfterFirstPublish] = ()
+    """Checks of the run, which need servers with the trainer's weights."""
 
 
 class Engines(TypedDict):
@@ -66,7 +67,7 @@ def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Com
         world=world,
         **load_engines(config),
         connect=connect,
-        self_check=None if is_offline else self_check,
+        after_first_publish=[] if is_offline else entries.hooks("after_first_publish"),
     )
     if world.is_rank0:
         if not is_offline:
@@ -99,7 +100,7 @@ def load_ppo_engines(config: ExperimentConfig) -> Engines:
         path = ppo.kl.reference if ppo.kl.reference != "initial" else None
         policy = engine_by_name["engine"]
         engine_by_name["reference"] = make_reference(config, policy, path)
-    if ppo.advantage.type == "gae":
+    if ppo.advantage.has_critic:
         critic_training = Training(
             optimizer=ppo.critic.optimizer, lr=ppo.critic.lr, total_updates=num_updates
         )
@@ -121,7 +122,7 @@ def make_reference(
 
     Where `engine` trains adapters only, that is the same engine without its adapters.
     """
-    trains_adapters = config.trainer.own.engine.fsdp.lora.rank or config.model.adapter
+    trains_adapters = config.trainer.selected_options.engine.fsdp.lora.rank or config.model.adapter
     if path is None and trains_adapters:
         return engine.without_adapter()
     return make_engine(config, path)
@@ -135,7 +136,7 @@ def make_engine(
     head: Head = "lm",
 ) -> TrainEngine:
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
-    engine_config = config.trainer.own.engine
+    engine_config = config.trainer.selected_options.engine
     engine_class = engines.get(engine_config.type)
     options = getattr(engine_config, engine_config.type, engine_config.fsdp)
     adapter_option = dict[str, Any]()

@@ -16,6 +16,7 @@ import numpy as np
 from arealite.algo.advantages import group_counts
 from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
 from arealite.api.engine import Sequence as Row
+from arealite.api.engine import Stats
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader, mean_reward, means
 from arealite.base import log
@@ -28,8 +29,6 @@ logger = log.get(__name__)
 
 Metrics = dict[str, float]
 """Metrics by their names `group/name`."""
-Stats = dict[str, float]
-"""Stats of one update, by name, as `TrainEngine.train_batch` returns them."""
 
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not sums over tokens."""
@@ -75,7 +74,7 @@ class Stopwatch:
         begin = time.perf_counter()
         longest_s = self._longest.get(name)
         late_s = FIRST_S if longest_s is None else max(SLOW_S, SLOW * longest_s)
-        wait = Wait(what=name, owner="trainer", on=ITSELF, seconds=late_s)
+        wait = Wait(event=name, owner="trainer", on=ITSELF, seconds=late_s)
         has_inner_wait = name.startswith("wait/")  # which has a name of its own
         try:
             with nullcontext() if has_inner_wait else wait:

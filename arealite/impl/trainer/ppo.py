@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api import trainer_messages as messages
+from arealite.api.engine import Stats
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
@@ -22,7 +23,7 @@ from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.evaluation import Evaluations
-from arealite.impl.trainer.metrics import Metrics, Stats
+from arealite.impl.trainer.metrics import Metrics
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -231,12 +232,11 @@ class PPOTrainer(BaseTrainer):
                 self.metrics |= metrics.publish_metrics(report)
 
     def publish_first(self, version: int) -> None:
-        """Publish `version` and run the self-check; then the datapipe may lease episodes."""
+        """Publish `version` and check the run; then the datapipe may lease episodes."""
         self.version = version
         self.republish()
-        self_check = self.components.self_check
-        if self_check is not None:
-            self_check(self.config, self.engine, self.world, version)
+        for check in self.components.after_first_publish:
+            check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
             self.link.report(messages.Published(version=version))
 

@@ -138,7 +138,7 @@ class World:
         counters["collectives"] = number
         counters["ranks"] = self.size
         return Wait(
-            what=f"collective {number:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS
+            event=f"collective {number:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS
         )
 
 
@@ -210,7 +210,7 @@ def _meet(store: TCPStore, rank: int, size: int, seconds: float) -> Store:
             absent = ", ".join(map(str, missing))
             raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
 
-    with Wait(what="ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
+    with Wait(event="ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
         if rank == 0:
             name = attempt_id
             _gather_ranks(store, name, size, check_deadline)

@@ -34,12 +34,12 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 Tensors = dict[str, torch.Tensor]
 Read = Callable[[str], torch.Tensor]
 """Reads one tensor of the folder by name."""
-Parts = dict[str, Tensors]
+PartialGroups = dict[str, Tensors]
 """Tensors of incomplete groups: {key of the group: {name: tensor}}."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Group:
+class TensorGroup:
     """Tensors of a folder, and the tensors of the model that are made of them."""
 
     key: str
@@ -80,10 +80,10 @@ class TensorNames:
         self.headers = read_headers(folder)
         if not self.headers:
             raise UserError(f"'{folder}' has no tensors in safetensors files. Use save_pretrained.")
-        self._of_model: dict[str, Group] = {}
-        self._twins: dict[str, Group] = {}
+        self._of_model: dict[str, TensorGroup] = {}
+        self._twins: dict[str, TensorGroup] = {}
         """The second group of a tensor that has two, as of an embedding with a tied head."""
-        self._of_folder: dict[str, Group] = {}
+        self._of_folder: dict[str, TensorGroup] = {}
         # A head that is tied to the embedding comes second: servers ignore it.
         for group in sorted(self._plan(model), key=self._is_tied_copy):
             self._add(group)
@@ -132,7 +132,7 @@ class TensorNames:
         Raises:
             InvariantError: A group is incomplete.
         """
-        parts: Parts = {}
+        parts: PartialGroups = {}
         for name, tensor in weights:
             group = self._of_model.get(name)
             if group is None:
@@ -151,7 +151,7 @@ class TensorNames:
             key = next(iter(parts))
             raise InvariantError(f"{key} was streamed without the rest of its group")
 
-    def to_model(self, named: Iterable[Named], parts: Parts) -> Iterator[Named]:
+    def to_model(self, named: Iterable[Named], parts: PartialGroups) -> Iterator[Named]:
         """Convert tensors of the folder to the names and shapes of the model.
 
         Args:
@@ -192,10 +192,10 @@ class TensorNames:
                 absent |= group.sources.keys() - present
         return sorted(absent)
 
-    def _is_tied_copy(self, group: Group) -> bool:
+    def _is_tied_copy(self, group: TensorGroup) -> bool:
         return self._first[group.key] != group.key
 
-    def _plan(self, model: PreTrainedModel) -> list[Group]:
+    def _plan(self, model: PreTrainedModel) -> list[TensorGroup]:
         """Group the tensors of the folder by the model's tensor that is made of them."""
         converters = list[WeightConverter]()
         renamings = list[Any]()
@@ -208,7 +208,7 @@ class TensorNames:
         for converter in converters:
             converter_of_pattern |= dict.fromkeys(converter.source_patterns, converter)
         prefix = model.base_model_prefix
-        groups = dict[tuple[str, str], Group]()
+        groups = dict[tuple[str, str], TensorGroup]()
         for name in sorted(self.headers, key=dot_natural_key):
             key, pattern = rename_source_key(name, renamings, converters, prefix, self._meta)
             renamed = name
@@ -223,11 +223,11 @@ class TensorNames:
             converter = converter_of_pattern.get(pattern)
             # Tensors that are joined share a group. Any other tensor has its own.
             group_id = (key, "" if converter else name)
-            group = groups.setdefault(group_id, Group(key=key, rule=converter))
+            group = groups.setdefault(group_id, TensorGroup(key=key, rule=converter))
             group.sources[name] = (renamed.removeprefix(self._prefix), pattern)
         return [*groups.values()]
 
-    def _add(self, group: Group) -> None:
+    def _add(self, group: TensorGroup) -> None:
         """Add a group; check on the meta device that it can be converted to the model, and back."""
         label = self._label(group)
         self._check_dtypes(group, label)
@@ -256,7 +256,7 @@ class TensorNames:
                     f"{label} cannot be converted back to their shapes. {DOWNLOAD_AGAIN}"
                 )
 
-    def _label(self, group: Group) -> str:
+    def _label(self, group: TensorGroup) -> str:
         """Return the folder and some of the group's tensors, for an error."""
         names = [*group.sources]
         listed_names = ", ".join(names[:2])
@@ -264,7 +264,7 @@ class TensorNames:
             listed_names += f", … ({len(names)} in all)"
         return f"'{self.folder}': {listed_names}"
 
-    def _check_dtypes(self, group: Group, label: str) -> None:
+    def _check_dtypes(self, group: TensorGroup, label: str) -> None:
         """Raise UserError if weights of a group are quantized."""
         if not self._meta[group.key].is_floating_point():
             return
@@ -276,7 +276,7 @@ class TensorNames:
                 "Use a folder with weights in bfloat16 or float32."
             )
 
-    def _load_group(self, group: Group) -> Tensors:
+    def _load_group(self, group: TensorGroup) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors in the folder.
 
         A group may have a tensor for each expert, so its files are opened once. They do not stay
@@ -293,7 +293,7 @@ class TensorNames:
 
             return self._convert(group, read)
 
-    def _convert(self, group: Group, read: Read) -> Tensors:
+    def _convert(self, group: TensorGroup, read: Read) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors."""
         if group.rule is None:
             (name,) = group.sources
@@ -304,7 +304,7 @@ class TensorNames:
         converted = self._apply(rule, group.key)
         return {self._first[name]: tensor for name, tensor in converted.items()}
 
-    def _revert(self, group: Group, tensors: Tensors) -> Tensors:
+    def _revert(self, group: TensorGroup, tensors: Tensors) -> Tensors:
         """Return the tensors of the folder that the tensors of the model are made of."""
         if group.rule is None:
             return dict(zip(group.sources, tensors.values(), strict=True))
@@ -379,7 +379,7 @@ class TensorNames:
 
 
 def _complete(
-    parts: Parts,
+    parts: PartialGroups,
     *,
     key: str,
     size: int,

@@ -86,7 +86,7 @@ def identity(config: ExperimentConfig, rows: Sequence[object]) -> dict[str, str]
     names["seed"] = str(config.seed)
     names["shuffle"] = str(config.dataset.shuffle)
     if trainer.is_offline:
-        names["batch_size"] = str(trainer.offline.batch_size)
+        names["batch_size"] = str(trainer.selected_options.batch_size)
     else:
         names["group_size"] = str(trainer.ppo.collector.group_size)
     return names

@@ -30,13 +30,13 @@ HUMANEVAL = ("prompt", "entry_point", "canonical_solution", "test")
 """Columns of HumanEval's rows. `task_id` is not required."""
 BESIDE_QUESTION = {"choices", "options", "context", "passage"}
 """Columns that belong into the prompt: a row with a question and one of them is not recognised."""
-Row = dict[str, Any]
+DatasetRow = dict[str, Any]
 Columns = Mapping[str, str]
 """dataset.columns."""
 _json = msgspec.json.Encoder().encode
 
 
-def task_form(row: Row) -> tuple[str, Row]:
+def task_form(row: DatasetRow) -> tuple[str, DatasetRow]:
     """Return (name of the recognised form or "", the row with AReaLite's columns)."""
     has_humaneval = all(row.get(name) is not None for name in HUMANEVAL)
     if has_humaneval and row.get("extra_info") is None:
@@ -54,7 +54,7 @@ def task_form(row: Row) -> tuple[str, Row]:
     return "", row
 
 
-def _from_humaneval(row: Row) -> Row:
+def _from_humaneval(row: DatasetRow) -> DatasetRow:
     extra_info = {
         "data_source": "humaneval",
         "entry_point": row["entry_point"],
@@ -67,15 +67,15 @@ def _from_humaneval(row: Row) -> Row:
     }
 
 
-def _from_verl(row: Row) -> Row:
-    truth = cast(Row, row["reward_model"]).get("ground_truth")
-    extra_info = row.get("extra_info") or Row()
+def _from_verl(row: DatasetRow) -> DatasetRow:
+    truth = cast(DatasetRow, row["reward_model"]).get("ground_truth")
+    extra_info = row.get("extra_info") or DatasetRow()
     if isinstance(extra_info, dict) and "data_source" in row:
-        extra_info = {"data_source": row["data_source"], **cast(Row, extra_info)}
+        extra_info = {"data_source": row["data_source"], **cast(DatasetRow, extra_info)}
     return {**row, "ground_truth": as_text(truth), "extra_info": extra_info}
 
 
-def _from_question(row: Row) -> tuple[str, Row]:
+def _from_question(row: DatasetRow) -> tuple[str, DatasetRow]:
     """Return the form of a row with question and answer, and the row with AReaLite's columns."""
     form = "rows: question/answer"
     truth = row["answer"]
@@ -86,7 +86,7 @@ def _from_question(row: Row) -> tuple[str, Row]:
     return form, _with_task(row, prompt=row["question"], truth=truth)
 
 
-def _from_problem(row: Row) -> tuple[str, Row]:
+def _from_problem(row: DatasetRow) -> tuple[str, DatasetRow]:
     """Return the form of a row with problem and answer, and the row with AReaLite's columns."""
     form = "rows: problem/answer"
     truth = row.get("answer")
@@ -98,7 +98,7 @@ def _from_problem(row: Row) -> tuple[str, Row]:
     return form, _with_task(row, prompt=row["problem"], truth=truth)
 
 
-def _with_task(row: Row, *, prompt: Any, truth: Any) -> Row:
+def _with_task(row: DatasetRow, *, prompt: Any, truth: Any) -> DatasetRow:
     """Return a row with a prompt and a ground truth; an existing `ground_truth` is kept."""
     existing_truth = row.get("ground_truth")
     if existing_truth is not None:
@@ -106,14 +106,14 @@ def _with_task(row: Row, *, prompt: Any, truth: Any) -> Row:
     return {**row, "prompt": prompt, "ground_truth": as_text(truth)}
 
 
-def chat_row(row: Row) -> Row:
+def chat_row(row: DatasetRow) -> DatasetRow:
     """Return a row of sft, dpo or reward with AReaLite's columns; ShareGPT's are converted."""
     if row.get("conversations") is None or any(map(row.get, CHAT[:3])):
         return row
     conversation: list[Any] = [row["conversations"]]
     if row.get("system"):
         conversation.insert(0, {"from": "system", "value": row["system"]})
-    answers = Row()
+    answers = DatasetRow()
     for name in ("chosen", "rejected"):
         if isinstance(row.get(name), dict | list):
             answers[name] = _from_sharegpt(row[name])
@@ -122,7 +122,7 @@ def chat_row(row: Row) -> Row:
     return {**row, column: _from_sharegpt(conversation), **answers}
 
 
-def chat_form(row: Row) -> str:
+def chat_form(row: DatasetRow) -> str:
     """Return the name of the form of a row that `chat_row` has returned."""
     kind = "ShareGPT rows" if "conversations" in row else "rows"
     present = [name for name in CHAT if row.get(name) is not None]
@@ -138,7 +138,7 @@ def _from_sharegpt(column: Any) -> list[Any]:
         return messages
     if not isinstance(column, dict) or "from" not in column:
         return [column]
-    message = cast(Row, column)
+    message = cast(DatasetRow, column)
     role = str(message["from"])
     content = message.get("value")
     others = {key: field for key, field in message.items() if key not in ("from", "value")}
@@ -150,7 +150,7 @@ def _from_sharegpt(column: Any) -> list[Any]:
     return [{**chat_message, **others}]
 
 
-def _sharegpt_calls(content: object) -> list[Row]:
+def _sharegpt_calls(content: object) -> list[DatasetRow]:
     """Return the tool calls in the JSON text of a ShareGPT message; [] if it has none."""
     decoded: Any = None
     if isinstance(content, str):
@@ -163,12 +163,12 @@ def _sharegpt_calls(content: object) -> list[Row]:
 
 
 def renamed(
-    row: Row,
-    recognised: Row,
+    row: DatasetRow,
+    recognised: DatasetRow,
     columns: Columns,
     place: str,
     our_columns: Sequence[str] = TASK,
-) -> Row:
+) -> DatasetRow:
     """Return a row with the columns that `dataset.columns` names.
 
     These names win over recognition. For a task, a name that is not in `our_columns` is added to
@@ -199,7 +199,7 @@ def renamed(
             extra[name] = cell
     extra_info: object = renamed_row.get("extra_info") or {}
     if extra and isinstance(extra_info, dict):
-        renamed_row["extra_info"] = {**cast(Row, extra_info), **extra}
+        renamed_row["extra_info"] = {**cast(DatasetRow, extra_info), **extra}
     return renamed_row
 
 
@@ -209,7 +209,7 @@ def _is_misspelled(name: str) -> bool:
 
 
 def _cell(
-    row: Row,
+    row: DatasetRow,
     path: str,
     name: str,
     place: str,
@@ -228,7 +228,7 @@ def _cell(
                 f"{place}: no column `{path}` (dataset.columns.{name}), "
                 f"only {', '.join(row) or 'none'}.{hint}"
             )
-        cell = cast(Row, cell)[key]
+        cell = cast(DatasetRow, cell)[key]
     return cast(object, cell)
 
 
@@ -288,7 +288,9 @@ def check_prompt(
     if messages and all(map(is_message, messages)):
         return messages
     for message in messages:
-        content: object = cast(Row, message).get("content") if isinstance(message, dict) else None
+        content: object = (
+            cast(DatasetRow, message).get("content") if isinstance(message, dict) else None
+        )
         if isinstance(content, list):
             raise UserError(
                 f"{place}: a message of `{column}` has a list as its content, as with images. "
@@ -324,7 +326,7 @@ def for_template(message: Any, template: str) -> dict[str, Any]:
     Arguments of tool calls are objects, not JSON text (OpenAI). The null values that Parquet adds
     are removed. A thought has the names of all templates. The role is `template_role`.
     """
-    prepared = Row()
+    prepared = DatasetRow()
     for key, field in message.items():
         if field is not None or key == "content":
             prepared[key] = field
@@ -357,11 +359,11 @@ def read_tools(tools: object, place: str) -> list[dict[str, Any]]:
 
 def _is_schema(schema: object) -> bool:
     """Return whether a value is the schema of a function, or a tool with one."""
-    fields = cast(Row, schema) if isinstance(schema, dict) else Row()
+    fields = cast(DatasetRow, schema) if isinstance(schema, dict) else DatasetRow()
     function = fields.get("function") or fields
     if not isinstance(function, dict):
         return False
-    return isinstance(cast(Row, function).get("name"), str)
+    return isinstance(cast(DatasetRow, function).get("name"), str)
 
 
 def template_role(role: str, template: str = "") -> str:
@@ -389,7 +391,7 @@ def _without_nulls(node: Any, key: str = "") -> Any:
     if isinstance(node, dict):
         return {
             name: _without_nulls(field, name)
-            for name, field in cast(Row, node).items()
+            for name, field in cast(DatasetRow, node).items()
             if field is not None
         }
     if isinstance(node, list):

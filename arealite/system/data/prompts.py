@@ -20,14 +20,6 @@ from arealite.system.data.templates import (
     unread_keys,
 )
 
-SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
-"""Environments that send a row's prompt to the agent; others may use the prompt as a task name."""
-ONE_TURN = {"math", "code", "reasoning_gym"}
-"""Environments of one turn: a request has a row's prompt and one answer."""
-SENT = ONE_TURN | {"tools"}
-"""Environments that send a row's prompt as it is."""
-TEMPLATED = {"math_code_single_step", "chat", "tool_use", "reasoning"}
-"""Agents that send an observation through the chat template; a derived agent may change it."""
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
@@ -60,15 +52,21 @@ def check_prompts(
         )
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
-    if _env_types(config) <= SHOWN:
+    if "" not in _prompt_uses(config):
         check_tokens(config.model.path, tasks)
     _check_lengths(config.model.path, tasks, context, max_new_tokens)
 
 
-def _env_types(config: ExperimentConfig) -> set[str]:
-    """Return the types of the environments, without derived ones."""
+def _prompt_uses(config: ExperimentConfig) -> set[str]:
+    """Return what a row's prompt is to the agents of each environment (`Env.prompt_use`)."""
     parts = config.trainer.ppo.collector.parts
-    return {envs.base_of(part.env.type) for part in parts.values()}
+    return {envs.get(part.env.type).prompt_use for part in parts.values()}
+
+
+def _have_own_agents(config: ExperimentConfig) -> list[bool]:
+    """Return of each environment whether it brings its own agents, which write the prompts."""
+    parts = config.trainer.ppo.collector.parts
+    return [envs.get(part.env.type).has_own_agents for part in parts.values()]
 
 
 def _check_lengths(
@@ -115,8 +113,8 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
     """
     has_template = has_chat_template(config.model.path)
     collector = config.trainer.ppo.collector
-    if all(part.env.type == "harness" for part in collector.parts.values()):
-        return ""  # its agent writes the prompts
+    if all(_have_own_agents(config)):
+        return ""
     for agent in collector.agents:
         key = f"trainer.ppo.collector.agent.{agent.type}.use_chat_template"
         options = agents.options(agent)
@@ -133,8 +131,7 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
 def uses_template(config: ExperimentConfig, tasks: Sequence[Task]) -> bool:
     """Return whether prompts go through the chat template of the trained model."""
     collector = config.trainer.ppo.collector
-    is_gateway = any(part.env.type == "harness" for part in collector.parts.values())
-    if is_gateway or any(not isinstance(task.prompt, str) for task in tasks):
+    if any(_have_own_agents(config)) or any(not isinstance(task.prompt, str) for task in tasks):
         return True
     for agent in collector.agents:
         if not agents.get(agent.type).trainable:
@@ -163,11 +160,12 @@ def check_rendering(
         UserError: a prompt is rendered already; or the template refuses it, leaves out one of its
             messages, or changes the beginning of its answer.
     """
-    if not _env_types(config) <= SENT:
+    if not _prompt_uses(config) <= {"first", "only"}:
         return []
     first_rows = dict[str, str]()
     for agent in config.trainer.ppo.collector.agents:
-        if agent.type not in TEMPLATED:
+        is_templated = vars(agents.get(agent.type)).get("templates_observation", False)
+        if not is_templated:  # a derived agent may change the prompt
             continue
         options = agents.options(agent)
         first_number = 1 if options.system_prompt is None else 0
@@ -274,7 +272,7 @@ def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | No
 
     None: conversations of several turns can fill the context.
     """
-    if not _env_types(config) <= ONE_TURN:
+    if _prompt_uses(config) != {"only"}:
         return None
     ppo = config.trainer.ppo
     collector = ppo.collector

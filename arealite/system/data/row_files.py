@@ -10,12 +10,12 @@ import msgspec
 
 from arealite.base.files import replacing
 
-Row = dict[str, object]
+FileRow = dict[str, object]
 ROWS_AT_A_TIME = 1024
 SUFFIXES = (".parquet", ".jsonl")
 
 
-def write_rows(file: Path, rows: Iterable[Row]) -> int:
+def write_rows(file: Path, rows: Iterable[FileRow]) -> int:
     """Write rows to a temporary file, then rename it; return the number of rows."""
     write = _parquet if file.suffix == ".parquet" else _jsonl
     with replacing(file) as temporary:
@@ -25,7 +25,7 @@ def write_rows(file: Path, rows: Iterable[Row]) -> int:
     return count
 
 
-def _jsonl(file: Path, rows: Iterator[Row]) -> int:
+def _jsonl(file: Path, rows: Iterator[FileRow]) -> int:
     count = 0
     encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
@@ -34,7 +34,7 @@ def _jsonl(file: Path, rows: Iterator[Row]) -> int:
     return count
 
 
-def _parquet(file: Path, rows: Iterator[Row]) -> int:
+def _parquet(file: Path, rows: Iterator[FileRow]) -> int:
     pa = importlib.import_module("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])

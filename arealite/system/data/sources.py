@@ -39,15 +39,15 @@ HUB_ID = re.compile(r"[\w-]+/[\w-]+(?:\.\d[\w-]*)*(?::[\w.-]*){0,2}")
 """Matches owner/name, owner/name:config and owner/name:config:split."""
 SPLITS = {"eval": ("eval", "validation", "test")}
 """Names of the held-out split, in order of preference. Other splits are read from "train"."""
-Place = tuple[str, dict[str, Any]]
-"""The place of a row and its columns."""
+PlacedRow = tuple[str, dict[str, Any]]
+"""The place of a row, such as "data.jsonl, line 3", and its columns."""
 
 
 def read_rows(
     path: str,
     split: str,
     columns: Sequence[str] = (),
-) -> Iterator[Place]:
+) -> Iterator[PlacedRow]:
     """Yield the rows of a dataset.
 
     Args:
@@ -86,7 +86,7 @@ def read_rows(
         raise UserError(unknown("dataset suffix", file.suffix, [*readers]) + f" File: {file}.")
 
 
-def jsonl_rows(file: Path) -> Iterator[Place]:
+def jsonl_rows(file: Path) -> Iterator[PlacedRow]:
     """Yield the place and columns of each row; skip blank lines.
 
     Raises:
@@ -115,7 +115,7 @@ def _check_utf8(file: Path, begin: bytes) -> None:
         )
 
 
-def _json_rows(file: Path) -> Iterator[Place]:
+def _json_rows(file: Path) -> Iterator[PlacedRow]:
     """Yield the rows of an array, counted from 0, or of a file with one object a line."""
     encoded = file.read_bytes().removeprefix(BOM)
     _check_utf8(file, encoded)
@@ -130,7 +130,7 @@ def _json_rows(file: Path) -> Iterator[Place]:
         yield _row(bytes(encoded_row), f"{file}, row {number}")
 
 
-def _row(encoded: bytes, place: str) -> Place:
+def _row(encoded: bytes, place: str) -> PlacedRow:
     """Decode a row of JSON.
 
     Raises:
@@ -164,7 +164,7 @@ def _depth(node: object) -> int:
     return 1 + max(map(_depth, children), default=0)
 
 
-def _csv_rows(file: Path) -> Iterator[Place]:
+def _csv_rows(file: Path) -> Iterator[PlacedRow]:
     """Yield the rows of a CSV file with a header. All values are texts."""
     place = f"{file}, line 1"
     csv.field_size_limit(1 << 30)
@@ -187,7 +187,7 @@ def _csv_rows(file: Path) -> Iterator[Place]:
         raise UserError(f"{place}: not readable CSV: {error}. Save it as UTF-8.") from error
 
 
-def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
+def _parquet(file: Path, columns: Sequence[str]) -> Iterator[PlacedRow]:
     """Yield the place and columns of each row; rows are counted from 0."""
     # Imported only for Parquet files.
     pyarrow = importlib.import_module("pyarrow")
@@ -219,7 +219,7 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
+def _folder_rows(folder: Path, split: str) -> Iterator[PlacedRow]:
     """Yield the rows of a folder that `save_to_disk` of the `datasets` library has written."""
     listing = folder / "dataset_dict.json"
     if listing.is_file():
@@ -244,7 +244,7 @@ def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
     yield from _numbered(folder, rows)
 
 
-def _hub_rows(name: str, split: str) -> Iterator[Place]:
+def _hub_rows(name: str, split: str) -> Iterator[PlacedRow]:
     """Yield the rows of a dataset of the Hugging Face hub: owner/name:config:split."""
     dataset_id, config, hub_split, *_ = [*name.split(":"), "", ""]
     try:
@@ -288,7 +288,7 @@ def _pick_split(
     )
 
 
-def _numbered(dataset: object, rows: Iterable[dict[str, Any]]) -> Iterator[Place]:
+def _numbered(dataset: object, rows: Iterable[dict[str, Any]]) -> Iterator[PlacedRow]:
     """Yield the place and the plain columns of each row; rows are counted from 0."""
     for number, row in enumerate(rows):
         place = f"{dataset}, row {number}"

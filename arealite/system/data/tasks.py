@@ -14,12 +14,12 @@ from arealite.api.collector_config import PartConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.part_options import EnvOptions
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.system.data.chats import read_dataset
 from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
-from arealite.system.data.forms import chat_form, task_form
+from arealite.system.data.forms import task_form
 from arealite.system.data.plain_values import plain_row
 from arealite.system.data.sources import read_rows
 
@@ -102,7 +102,8 @@ def reads_columns(config: EnvConfig) -> bool:
     scores_task = False
     if reward is not None:
         scores_task = rewards.get(reward.type).score_task is not Reward.score_task
-    return scores_task or getattr(envs.options(config), "reads_columns", False)
+    options = envs.options(config)
+    return scores_task or (isinstance(options, EnvOptions) and options.reads_columns)
 
 
 def first_tasks(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[PlacedTask]:
@@ -132,14 +133,13 @@ async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
     kind = config.type
     scorer = make_reward(reward) if reward else None
     options = envs.options(config)
-    is_scored = getattr(options, "reward_from", "function") == "function"
-    check_options = getattr(options, "check_task", bool)
     try:
         for place, task in rows:
-            check_options(task)
+            env_class = envs.get(kind)
+            env_class.check_row_options(options, task)
             try:
-                envs.get(kind).check_row(task)
-                if scorer and is_scored:
+                env_class.check_row(task)
+                if scorer and env_class.scores_with_reward(options):
                     await scorer.check_row(task)
             except Exception as error:  # an environment may raise anything
                 raise UserError(
@@ -174,14 +174,6 @@ def _describe_task(task: Task) -> str:
     if task.columns:
         description += f", columns {', '.join(task.columns)}"
     return description
-
-
-def describe_rows(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield (heading, text) about the rows of an offline trainer: numbers, and the first's form."""
-    train, held_out = read_dataset(config)
-    _, first_row = train[0]
-    form = chat_form(first_row)
-    yield "data", f"{len(train)} rows to train, {len(held_out)} held out; {form}"
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:

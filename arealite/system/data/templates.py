@@ -18,7 +18,7 @@ from arealite.base.errors import UserError
 from arealite.system.data.forms import for_template, tool_calls
 
 if TYPE_CHECKING:
-    from arealite.ext.light_tokenizer.tokenizer import Tokenizer
+    from arealite.api.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 MARK = "q7f3c9d1e5"

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import chain, count
 from statistics import fmean
 
+from arealite.algo.pass_at_k import default_ks, mean_pass_at_k
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import mean_reward
-from arealite.ext.evaluation.pass_at_k import default_ks, mean_pass_at_k
 from arealite.system.ledger.group import LOST, Group
 
 SOLVED = 1.0

@@ -84,7 +84,7 @@ class FilterWait:
     """The wait that the table of waits has while groups filtered in a row are reported."""
 
     def __init__(self) -> None:
-        self._wait = Wait(what="an unfiltered group", owner=GROUP_FILTER, on="datapipe-0")
+        self._wait = Wait(event="an unfiltered group", owner=GROUP_FILTER, on="datapipe-0")
 
     def report(self, detail: str) -> None:
         """Publish `detail` as a wait that `diagnosis` reports; remove the wait if it is ""."""

@@ -10,18 +10,16 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.algo import staleness
-from arealite.api.datapipe_config import CurriculumConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
+from arealite.api.task_sampler import TaskSampler
 from arealite.api.trainer import PPOConfig
-from arealite.ext.curriculum.curriculum import Curriculum
 from arealite.system.datapipe.filtered import STALE, FilterStreak
 from arealite.system.ledger.group import LOST, Group, can_recompose
 from arealite.system.ledger.ledger import Ledger, meta_number
 
 FAILURE_WINDOW = 256
 """Number of recent episodes in the share of failures."""
-OFF = CurriculumConfig()
 
 
 class GroupStore:
@@ -33,14 +31,12 @@ class GroupStore:
         train: Sequence[Task],
         *,
         ppo: PPOConfig,
-        seed: int,
-        shuffle: bool,
-        curriculum: CurriculumConfig = OFF,
+        sampler: TaskSampler,
     ) -> None:
         self.ledger = ledger
         self.train = train
         self.ppo = ppo
-        self.curriculum = Curriculum(curriculum, train, seed=seed, shuffle=shuffle)
+        self.sampler = sampler
         self.filtered = FilterStreak(ledger)
         self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self.first_failure: Failure | None = None
@@ -416,7 +412,7 @@ class GroupStore:
 
     def _create_group(self) -> Group:
         seq = self.offered
-        epoch, row = self.curriculum.draw(seq)
+        epoch, row = self.sampler.draw(seq)
         group = self._new_group(seq, epoch, row)
         self.offered += 1
         self.groups[group.group_id] = self._leasable[seq] = group
@@ -446,7 +442,8 @@ class GroupStore:
         if state in ("complete", "filtered"):
             for member in list(group.turns):
                 self._delete_turns(group, member)
-            self.curriculum.record(group)
+            rewards = [header.reward for header in group.headers]
+            self.sampler.record(group.seq, group.row, rewards)
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
@@ -457,7 +454,7 @@ class GroupStore:
     def _load(self) -> None:
         """Load the state from the ledger, at the start and after a roll-back."""
         db = self.ledger.connection
-        self.curriculum.load(db)
+        self.sampler.load(db)
         self.filtered.load(db)
         self._load_numbers(db)
         self.groups: dict[str, Group] = {}

@@ -7,9 +7,9 @@ dropped only after it passed an audit.
 import asyncio
 from contextlib import suppress
 
-from arealite.base import log
+from arealite.api.hooks import LedgerAudit, LedgerReport
+from arealite.base import entries, log
 from arealite.base.errors import UserError
-from arealite.ext.audit.audit import audit
 from arealite.system.ledger.writer import LedgerWriter
 
 logger = log.get(__name__)
@@ -33,6 +33,7 @@ class Upkeep:
         self.ledger = writer.ledger
         self.stopped = stopped
         self.kept = 0 if keep_payloads == "all" else int(keep_payloads)
+        self.audits: list[LedgerAudit] = entries.hooks("ledger_audit")
         self._is_busy = False
 
     async def run(self) -> None:
@@ -42,23 +43,27 @@ class Upkeep:
         self._is_busy = True
         with suppress(RunEnded):
             try:
-                path = self.ledger.path
-                report = await asyncio.to_thread(
-                    audit,
-                    path,
-                    new_only=True,
-                    on_row=self._go_on,
-                )
+                reports = [await self._report(audit) for audit in self.audits]
             except UserError as error:
                 logger.error("ledger damaged", error=str(error))
                 return
             finally:
                 self._is_busy = False
-            if not report.ok:
-                logger.error("ledger out of balance", problems=report.problems)
+            problems = [problem for report in reports for problem in report.problems]
+            if not all(report.ok for report in reports):
+                logger.error("ledger out of balance", problems=problems)
                 return
-            self.ledger.mark_audited(report.mark)
+            for mark in filter(None, [report.mark for report in reports]):
+                self.ledger.mark_audited(mark)
             self.writer.after_commit(self._drop)
+
+    async def _report(self, audit: LedgerAudit) -> LedgerReport:
+        return await asyncio.to_thread(
+            audit,
+            self.ledger.path,
+            new_only=True,
+            on_row=self._go_on,
+        )
 
     def _go_on(self, *_: int) -> None:
         if self.stopped.is_set():

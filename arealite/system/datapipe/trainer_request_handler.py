@@ -9,9 +9,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -22,6 +21,7 @@ from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
+from arealite.system.datapipe.effects import BeginTraining, FilterGroups, Outbox, Send
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.idle_time import SHARE_WINDOW_S, IdleClock, slow_episodes
@@ -30,7 +30,6 @@ from arealite.system.datapipe.workers import Workers
 from arealite.system.health import vitals
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import meta_number
-from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links.wire import STOP_WAITING, request_name
 
 logger = log.get(__name__)
@@ -62,10 +61,8 @@ class TrainerRequestHandler:
     store: GroupStore
     evals: EvalScheduler
     config: ExperimentConfig
-    send: Callable[[bytes, msgspec.Struct], None]
-    """Sends a message to a ZeroMQ route."""
+    outbox: Outbox
     workers: Workers
-    writer: LedgerWriter
 
     def __post_init__(self) -> None:
         self.finish: messages.Finish | None = None
@@ -132,7 +129,8 @@ class TrainerRequestHandler:
             case EvalRequest():
                 self._take_eval_request(route, request)
             case messages.Unusable():
-                self.writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
+                effect = FilterGroups(route=route, request=request)
+                self.outbox.after_commit(effect, hurry=True)
             case _:
                 self._record(request)
                 self._send_after_commit(route, messages.Done(request=request_name(request)))
@@ -140,15 +138,15 @@ class TrainerRequestHandler:
 
     def _send_after_commit(self, route: bytes, answer: msgspec.Struct) -> None:
         """Send an answer once the queued writes are durable; commit them now."""
-        self.writer.after_commit(partial(self.send, route, answer), hurry=True)
+        self.outbox.after_commit(Send(route=route, message=answer), hurry=True)
 
     def _take_start(self, route: bytes, start: TrainerStart) -> None:
         if start.ticket == 0:
             self._issued += 1 + secrets.randbelow(1 << 19)  # hard to guess for other peers
-            self.send(route, messages.Ticket(number=self._issued))
+            self.outbox.send(route, messages.Ticket(number=self._issued))
             return
         if start.ticket == self._ticket:
-            self.send(route, messages.TrainerReady(step=start.step, rolled_back_groups=0))
+            self.outbox.send(route, messages.TrainerReady(step=start.step, rolled_back_groups=0))
             return
         lowest_ticket = self._ticket + 1
         if self._start is not None:
@@ -173,7 +171,7 @@ class TrainerRequestHandler:
         may_send_more = self.finish is None or self.finish.reason == STOP_WAITING
         is_alive = may_send_more and now - self.last_request < TRAINER_ALIVE_S
         if not is_alive:
-            self.writer.after_commit(self._begin, hurry=True)
+            self.outbox.after_commit(BeginTraining(), hurry=True)
 
     def answer_evals(self) -> None:
         """Send the scores of finished evaluations after they are durable."""
@@ -188,17 +186,17 @@ class TrainerRequestHandler:
         self._log_slow_episodes()
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
-            self.send(route, messages.Waiting(request=request_name(request), detail=detail))
+            self.outbox.send(route, messages.Waiting(request=request_name(request), detail=detail))
         if self._start is not None:
             route, start = self._start
             silent_s = time.monotonic() - self.last_request
             detail = f"the previous trainer, last request {silent_s:.1f} s ago"
-            self.send(route, messages.Waiting(request=request_name(start), detail=detail))
+            self.outbox.send(route, messages.Waiting(request=request_name(start), detail=detail))
         for eval_id, (route, request) in self._eval_requests.items():
             groups = self.evals.runs[eval_id]
             samples_left = sum(self.evals.samples_left(group) for group in groups)
             detail = f"evaluation {eval_id}: {samples_left} samples left, {in_flight}"
-            self.send(route, messages.Waiting(request=request_name(request), detail=detail))
+            self.outbox.send(route, messages.Waiting(request=request_name(request), detail=detail))
 
     def refuse(self, reason: str) -> None:
         """Refuse all pending requests, because the run stops."""
@@ -209,7 +207,7 @@ class TrainerRequestHandler:
         if self._start is not None:
             pending.append(self._start)
         for route, request in pending:
-            self.send(route, messages.Refused(request=request_name(request), reason=reason))
+            self.outbox.send(route, messages.Refused(request=request_name(request), reason=reason))
 
     # ------------------------------------------------------------ batches
 
@@ -269,7 +267,7 @@ class TrainerRequestHandler:
         return {
             **self._idle.take(),
             "slow_episodes_wait_share": self._idle.slow_share,
-            "ledger_busy_s": self.writer.take_busy_s(),
+            "ledger_busy_s": store.ledger.take_busy_s(),
             "buffered_groups": store.counts["complete"],
             "leased_groups": store.counts["leased"],
             "late_results": store.late_results,
@@ -279,7 +277,7 @@ class TrainerRequestHandler:
             **stale_counts,
             "loop_lag_max_s": vitals.lag_max_s(),
             **self.workers.metrics(),
-            **store.curriculum.metrics(),
+            **store.sampler.metrics(),
         }
 
     def _mark_idle(self) -> None:
@@ -332,7 +330,7 @@ class TrainerRequestHandler:
         step = request.step
         next_step = self.store.next_step
         if self.finish is not None:
-            self.send(route, messages.Finished(reason=self.finish.reason))
+            self.outbox.send(route, messages.Finished(reason=self.finish.reason))
         elif step > next_step:
             raise OutOfStep(
                 f"rank {request.rank} requests batch {step}, but the next is {next_step}"
@@ -345,15 +343,19 @@ class TrainerRequestHandler:
     def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
         metrics = self.evals.results.get(request.eval_id)
         if metrics is not None:
-            self.send(route, messages.EvalResult(eval_id=request.eval_id, metrics=metrics))
+            self.outbox.send(route, messages.EvalResult(eval_id=request.eval_id, metrics=metrics))
             return
         if not self.is_waiting:
             self.waiting_since = time.monotonic()
         self.evals.begin(request.eval_id)
         self._eval_requests[request.eval_id] = (route, request)
 
-    def _begin(self) -> None:
-        """Roll the ledger back and answer the start; called between two commits of the ledger."""
+    def begin_training(self) -> None:
+        """Roll the ledger back and answer the start; called between two commits of the ledger.
+
+        Raises:
+            InvariantError: The run's first start contradicts the ledger.
+        """
         if self._start is None:
             return
         route, start = self._start
@@ -361,7 +363,8 @@ class TrainerRequestHandler:
             if self.last_request < 0:  # no trainer has started
                 raise InvariantError(start_error)
             self._start = None
-            self.send(route, messages.Refused(request=request_name(start), reason=start_error))
+            refusal = messages.Refused(request=request_name(start), reason=start_error)
+            self.outbox.send(route, refusal)
             return
         self.store.ledger.set_meta("ticket", str(start.ticket))
         self.store.filtered.reset()
@@ -374,7 +377,8 @@ class TrainerRequestHandler:
         self.last_request = time.monotonic()
         self.changed = True
         logger.info("training begins", step=start.step, rolled_back_groups=num_rolled_back)
-        self.send(route, messages.TrainerReady(step=start.step, rolled_back_groups=num_rolled_back))
+        ready = messages.TrainerReady(step=start.step, rolled_back_groups=num_rolled_back)
+        self.outbox.send(route, ready)
 
     def _start_error(self, step: int) -> str:
         """Return the reason why no trainer can start at `step`; "" if a trainer can."""
@@ -395,15 +399,16 @@ class TrainerRequestHandler:
             f"with resume=step-{step:06d} to go back, or resume=never to start a new run"
         )
 
-    def _filter_groups(self, route: bytes, request: messages.Unusable) -> None:
+    def filter_groups(self, effect: FilterGroups) -> None:
         """Filter unusable groups and answer; called between two commits of the ledger."""
+        request = effect.request
         reasons = {
             group_id: f"unusable:{error[:MAX_REASON]}" for group_id, error in request.groups.items()
         }
         logger.warning("groups set aside", step=request.step, groups=reasons)
         self.store.filter_unusable(request.step, reasons)
         self.changed = True
-        self.send(route, messages.Done(request=request_name(request)))
+        self.outbox.send(effect.route, messages.Done(request=request_name(request)))
 
     def _record(self, request: FromTrainer) -> None:
         match request:
@@ -460,7 +465,7 @@ class TrainerRequestHandler:
         if self.finish is None or self.finish.reason == STOP_WAITING:
             self.finish = finish
         for route, _ in self._batch_requests.values():
-            self.send(route, messages.Finished(reason=finish.reason))
+            self.outbox.send(route, messages.Finished(reason=finish.reason))
         self._batch_requests.clear()
 
 

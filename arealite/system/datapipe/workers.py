@@ -74,7 +74,7 @@ class Workers:
         self.by_id: dict[str, Worker] = {}
         self._limit = sys.maxsize
         self.extra_metrics: Callable[[], dict[str, float]] = dict[str, float]
-        """Further metrics, from `Scaling`."""
+        """Further metrics, from a control of the datapipe."""
 
     def set_limit(self, limit: int, *, leaving: str = "") -> None:
         """Limit the number of episodes of each worker.

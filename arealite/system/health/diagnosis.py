@@ -93,6 +93,11 @@ class RoleStatus:
     def name(self) -> str:
         return self.vitals.name
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process exists; on another host, whether its heartbeat is recent."""
+        return self.state not in "XZ" if self.state else self.age_s < FORGET_DEAD_S
+
     def finding(self, *, silent_s: float, blocked_s: float) -> Finding | None:
         """Return the finding about this role alone; None if the role is healthy."""
         pid = self.vitals.pid
@@ -317,7 +322,7 @@ class WaitGraph:
         for role, wait, _ in self.all:
             if wait.owner == SUPERVISOR:
                 cause: Cause = "crashing" if wait.detail else "starting"
-                detail = f"{wait.what}: {wait.detail or 'the process is not ready yet'}"
+                detail = f"{wait.event}: {wait.detail or 'the process is not ready yet'}"
                 yield Finding(
                     blocker=wait.on,
                     cause=cause,
@@ -366,7 +371,7 @@ class WaitGraph:
             is_missing = target is None and ROLE.fullmatch(name)
             cause: Cause = "dead" if is_missing else "overdue"
             detail = "there is no such process; it" if target is None else "the process runs, but"
-            detail += f" does not reply to {role.name}: {wait.what}"
+            detail += f" does not reply to {role.name}: {wait.event}"
             yield Finding(
                 blocker=name,
                 cause=cause,
@@ -393,7 +398,7 @@ class WaitGraph:
             if not role.vitals.counters.get("in_collective")
         ]
         for role, wait in outside_collectives or computing:
-            detail = f"{wait.what} never took so long; `arealite why` shows its stack"
+            detail = f"{wait.event} never took so long; `arealite why` shows its stack"
             yield Finding(
                 blocker=role.name,
                 cause="overdue",
@@ -412,7 +417,7 @@ class WaitGraph:
             is_report = wait.owner == SUPERVISOR or wait.owner in REPORTS
             if targets & blocked and role.name != blocker and not is_report:
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
-                yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"
+                yield f"{role.name}: {wait.event}{more}, {wait.waited_s + role.age_s:.1f} s"
 
     def targets(self, role: RoleStatus, wait: Waits) -> set[str]:
         """Return the roles this wait depends on, including any named by its target."""

@@ -18,7 +18,6 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import msgspec
 
@@ -43,7 +42,7 @@ STACKS_REQUEST = "ask"
 """
 
 
-class CpuTimes(NamedTuple):
+class CpuTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Scheduler statistics of a thread."""
 
     clock: float
@@ -59,7 +58,7 @@ class CpuTimes(NamedTuple):
 class Waits(msgspec.Struct, kw_only=True):
     """Equal waits of one process: the oldest, and how many there are."""
 
-    what: str
+    event: str = msgspec.field(name="what")
     owner: str
     on: str
     waited_s: float
@@ -317,12 +316,12 @@ def _grouped_waits() -> list[Waits]:
     now = time.monotonic()
     groups = dict[tuple[str, str, str], Waits]()
     for wait in sorted(waits.table.copy(), key=lambda wait: wait.since):
-        key = (wait.on, _kind_word(wait.what), _kind_word(wait.owner))
+        key = (wait.on, _kind_word(wait.event), _kind_word(wait.owner))
         if key in groups:
             groups[key].count += 1
         elif len(groups) < MAX_GROUPS:
             groups[key] = Waits(
-                what=wait.what,
+                event=wait.event,
                 owner=wait.owner,
                 on=wait.on,
                 waited_s=now - wait.since,

@@ -44,7 +44,7 @@ class Wait:
     timer that hardly ever fires. All waits of an event loop share one timer.
 
     Args:
-        what: The event, as in "batch 12" or "the answer to /generate of g3/0".
+        event: What is waited for, as in "batch 12" or "the answer to /generate of g3/0".
         owner: The role that waits, as in "trainer rank 0".
         on: The role that has to act, by its name if it has one: "datapipe-0", "rollout-1",
             "trainer-1", "llm_server-127.0.0.1-8123", "environment math", OTHER_RANKS.
@@ -54,7 +54,7 @@ class Wait:
         detail: The newest report about the wait.
     """
 
-    what: str
+    event: str
     _: KW_ONLY
     owner: str
     on: str = ""
@@ -127,7 +127,7 @@ class Wait:
         is_cancelled_elsewhere = task.uncancel() > self._base
         if kind is asyncio.CancelledError and not is_cancelled_elsewhere:
             waited_s = time.monotonic() - self.since
-            raise DeadlineError(self.what, owner=self.owner, seconds=waited_s)
+            raise DeadlineError(self.event, owner=self.owner, seconds=waited_s)
 
     def expire(self) -> None:
         """End the body now, as at the deadline. Has no effect outside an asyncio task."""

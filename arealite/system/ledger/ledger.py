@@ -16,6 +16,7 @@ the GIL at each statement.
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
@@ -84,6 +85,8 @@ class Ledger:
         Only prompts that this process stored are listed."""
         self._log_limit = LOG_BYTES
         self._transactions = 0
+        self._busy_s = 0.0
+        """Seconds spent in transactions since the last `take_busy_s`."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with ExitStack() as on_error:
@@ -328,6 +331,7 @@ class Ledger:
             InvariantError: the file cannot be written; the transaction was rolled back.
         """
         db = self.connection
+        begin = time.perf_counter()
         try:
             db.execute("BEGIN IMMEDIATE")
             for sql, parameters in statements:
@@ -346,6 +350,13 @@ class Ledger:
         self._transactions += 1
         if self._transactions % CHECK_LOG_EVERY == 0:
             self._limit_log()
+        self._busy_s += time.perf_counter() - begin
+
+    def take_busy_s(self) -> float:
+        """Return the time spent in transactions since the last call, in seconds."""
+        busy_s = self._busy_s
+        self._busy_s = 0.0
+        return busy_s
 
     def _limit_log(self) -> None:
         """Truncate a large write-ahead log: SQLite cannot reuse it while readers overlap."""

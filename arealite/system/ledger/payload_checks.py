@@ -69,12 +69,40 @@ def find_mismatch(
         vocab_size: Number of token ids of the model; the default accepts all.
         min_temperature: Lowest accepted sampling temperature.
     """
+    _, mismatch = decode_checked(
+        header, payload, vocab_size=vocab_size, min_temperature=min_temperature
+    )
+    return mismatch
+
+
+def decode_checked(
+    header: TrajectoryHeader,
+    payload: bytes,
+    *,
+    vocab_size: int = 1 << 31,
+    min_temperature: float = 0.0,
+) -> tuple[list[Segment], str]:
+    """Return the segments of a payload, and what `find_mismatch` returns for it."""
     if header.payload_sum not in (0, payload_sum(payload)):
-        return "garbled"
+        return [], "garbled"
     try:
         segments = decode_segments(payload)
     except msgspec.MsgspecError as error:
-        return f"unreadable: {error}"
+        return [], f"unreadable: {error}"
+    mismatch = _segments_mismatch(
+        header, segments, vocab_size=vocab_size, min_temperature=min_temperature
+    )
+    return segments, mismatch
+
+
+def _segments_mismatch(
+    header: TrajectoryHeader,
+    segments: list[Segment],
+    *,
+    vocab_size: int,
+    min_temperature: float,
+) -> str:
+    """Return the first difference between decoded segments and the header; "" if they agree."""
     for segment in segments:
         if flaw := _segment_flaw(segment, min_temperature):
             return flaw

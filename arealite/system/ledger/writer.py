@@ -1,12 +1,11 @@
 """Commits the queued writes of a ledger in a thread, so that the event loop is not blocked."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from arealite.system.ledger.ledger import Ledger, Statement
+from arealite.system.ledger.ledger import Ledger
 
 
 class LedgerWriter:
@@ -23,7 +22,6 @@ class LedgerWriter:
         self._requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._is_closing = False
-        self._busy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
     def request_commit(self) -> None:
@@ -63,23 +61,11 @@ class LedgerWriter:
                 callbacks = self._callbacks
                 self._callbacks = []
                 if statements := self.ledger.take():
-                    job = loop.run_in_executor(self._thread, self._execute, statements)
-                    self._busy_s += await job
+                    await loop.run_in_executor(self._thread, self.ledger.execute, statements)
                 for callback in callbacks:
                     callback()
         finally:
             self._thread.shutdown(wait=True)
-
-    def _execute(self, statements: list[Statement]) -> float:
-        begin = time.perf_counter()
-        self.ledger.execute(statements)
-        return time.perf_counter() - begin
-
-    def take_busy_s(self) -> float:
-        """Return the time spent in transactions since the last call, in seconds."""
-        taken = self._busy_s
-        self._busy_s = 0.0
-        return taken
 
     def close(self) -> None:
         """Make `run` commit the queued writes and return."""

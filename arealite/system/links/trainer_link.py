@@ -33,7 +33,7 @@ POLL_MS = 250
 UNNAMED = "no address in cluster.name_root, a folder that all hosts must share,"
 """Address of a datapipe that has no name in the registry."""
 
-Answer = tuple[ToTrainer, list[bytes]]
+TrainerAnswer = tuple[ToTrainer, list[bytes]]
 OnWait = Callable[[Waiting], bool] | None
 
 
@@ -141,7 +141,7 @@ class TrainerLink:
         request: FromTrainer,
         is_answer: Callable[[ToTrainer], bool],
         on_wait: OnWait = None,
-    ) -> Answer | None:
+    ) -> TrainerAnswer | None:
         """Send a request until it is answered, and reconnect if the datapipe moved.
 
         Returns:
@@ -149,7 +149,7 @@ class TrainerLink:
         """
         name = wire.request_name(request)
         owner = f"trainer rank {self.rank}"
-        with Wait(what=name, owner=owner, on="datapipe-0", replies_soon=True) as wait:
+        with Wait(event=name, owner=owner, on="datapipe-0", replies_soon=True) as wait:
             begin = time.monotonic()
             reported_at = begin
             resolved_at = begin
@@ -191,7 +191,7 @@ class TrainerLink:
                 if on_wait(waiting):
                     return None
 
-    def _receive(self, *, block: bool = True) -> Answer | None:
+    def _receive(self, *, block: bool = True) -> TrainerAnswer | None:
         """Return the next message and its payloads; store the scores of evaluations.
 
         Returns:

@@ -41,7 +41,7 @@ class _Unacknowledged:
     sent: float = field(default_factory=time.monotonic)
 
 
-Turns = tuple[Lease, list[TurnHeader], list[bytes]]
+EpisodeTurns = tuple[Lease, list[TurnHeader], list[bytes]]
 """Turns of one episode: its lease, headers and payloads."""
 
 
@@ -61,7 +61,7 @@ class WorkerLink:
     def __post_init__(self) -> None:
         self.metrics: Callable[[], dict[str, float]] = dict[str, float]
         """Set by the worker: returns the counters to send as `split_metrics`."""
-        self.progress: Callable[[bool], Iterable[Turns]] = lambda is_new_connection: ()
+        self.progress: Callable[[bool], Iterable[EpisodeTurns]] = lambda is_new_connection: ()
         """Set by the worker: returns the unsent turns of running episodes. For a new connection it
         returns all their turns: a datapipe that died may have lost them."""
         self._channel: wire.Channel | None = None
@@ -86,7 +86,7 @@ class WorkerLink:
     async def next_lease(self) -> Lease | None:
         """Wait for a lease, without a deadline; return None once the run ends."""
         self._wait = Wait(
-            what="a lease",
+            event="a lease",
             owner=self.worker_id,
             on="datapipe-0",
             replies_soon=True,

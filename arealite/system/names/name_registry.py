@@ -295,7 +295,7 @@ class NameRegistry:
             DeadlineError: they did not appear in time.
         """
         with Wait(
-            what=f"{count} live '{role}' in {self.root}", owner=owner, on=role, seconds=seconds
+            event=f"{count} live '{role}' in {self.root}", owner=owner, on=role, seconds=seconds
         ):
             while True:  # files have no event
                 entries = await asyncio.to_thread(self.list, role)

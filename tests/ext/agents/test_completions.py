@@ -9,11 +9,11 @@ import pytest
 from blockbuster import blockbuster_ctx
 from structlog.testing import capture_logs
 
-from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.llm import SamplingConfig
 from arealite.base.errors import UserError
 from arealite.ext.agents import completions_client
-from arealite.ext.agents.completions_client import Completions, FixedPolicyFailed
+from arealite.ext.agents.completions_client import CompletionsClient, FixedPolicyFailed
+from arealite.ext.agents.config import FixedPolicyConfig
 from arealite.system.health import waits
 from tests.fakes.completions import FakeCompletions
 from tests.fakes.deadlines import WaitExpirer
@@ -27,7 +27,7 @@ async def connected(*faults: str, **options):
     own = {"retries": 2, "timeout_s": 30.0} | options
     async with FakeCompletions(*faults) as server:
         config = FixedPolicyConfig(base_url=server.url, **own)
-        async with Completions.connect(config) as endpoint:
+        async with CompletionsClient.connect(config) as endpoint:
             with blockbuster_ctx("arealite.impl.agent"):
                 yield server, endpoint
 
@@ -131,7 +131,7 @@ async def test_api_key_is_sent_and_never_logged(
 )
 async def test_invalid_address_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(UserError, match="base_url must be") as raised:
-        async with Completions.connect(FixedPolicyConfig(base_url=url)):
+        async with CompletionsClient.connect(FixedPolicyConfig(base_url=url)):
             pass
     assert "pw" not in str(raised.value).replace("password", "")
 
@@ -139,7 +139,7 @@ async def test_invalid_address_is_refused_and_not_shown(url: str) -> None:
 async def test_missing_api_key_is_a_user_error() -> None:
     config = FixedPolicyConfig(base_url="http://h/v1", api_key_env="NO_SUCH_KEY")
     with pytest.raises(UserError, match="api_key_env=NO_SUCH_KEY"):
-        async with Completions.connect(config):
+        async with CompletionsClient.connect(config):
             pass
 
 
@@ -149,7 +149,7 @@ async def test_concurrent_requests_are_bounded_and_cancelling_frees_a_slot() -> 
         asks = [asyncio.create_task(endpoint.ask(HELLO, owner="seat judge")) for _ in range(5)]
         await server.received(2)
         assert len(server.bodies) == 2
-        shown = [wait for wait in waits.table if wait.what == "an answer of a fixed policy"]
+        shown = [wait for wait in waits.table if wait.event == "an answer of a fixed policy"]
         assert {(wait.owner, wait.on) for wait in shown} == {
             ("seat judge", f"endpoint 127.0.0.1:{server.port}")
         }

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
-from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.collector_config import CollectorConfig
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
@@ -25,6 +24,7 @@ from arealite.api.trial import ClusterConfig
 from arealite.api.turns import decode_turn
 from arealite.base.errors import DeadlineError, RewardNotFinite, UserError
 from arealite.ext.agents.completions_client import FixedPolicyFailed
+from arealite.ext.agents.config import FixedPolicyConfig
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.client import ScriptedClient, response

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from arealite.api.agent import Agent, AgentConfig, AgentFactory
-from arealite.api.agent_config import ScriptedConfig
 from arealite.api.episode import Seat
 from arealite.api.observation import Observation
 from arealite.base.errors import RewardNotFinite, UserError
+from arealite.ext.agents.config import ScriptedConfig
 from arealite.ext.agents.scripted import ScriptedAgent
 from tests.fakes.client import ScriptedClient
 from tests.fakes.experiment import tokenizer

@@ -12,6 +12,7 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger, decode_header, open_read_only
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 
@@ -21,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     """A ledger with two trained steps, and one filtered, one complete and one leased group."""
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={"group_size": "2"})
     ppo = experiment(tmp_path, max_attempts=1).trainer.ppo
-    store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    store = GroupStore(ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True))
     store.version = 0
     for number in range(7):
         group = store.next_group()
@@ -102,7 +103,7 @@ def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
 def test_trajectories_without_a_score_are_stored_and_pass_the_audit(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
     ppo = experiment(tmp_path, num_groups=1, max_attempts=1).trainer.ppo
-    store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    store = GroupStore(ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True))
     store.version = 0
     for rewards in ((1.0, None), (None, None)):
         group = store.next_group()

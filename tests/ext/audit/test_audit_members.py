@@ -11,6 +11,7 @@ import pytest
 from arealite.base import config as base_config
 from arealite.ext.audit.audit import audit
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 
@@ -19,7 +20,9 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     """A ledger with one complete group, whose first member failed once before it finished."""
     config = experiment(folder, max_attempts=attempts, partial_group=partial)
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
-    store = GroupStore(ledger, tasks(5), ppo=config.trainer.ppo, seed=1, shuffle=True)
+    store = GroupStore(
+        ledger, tasks(5), ppo=config.trainer.ppo, sampler=Permutation(5, seed=1, shuffle=True)
+    )
     store.version = 0
     group = store.next_group()
     assert group

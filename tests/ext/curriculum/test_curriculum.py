@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from arealite.api.datapipe_config import CurriculumConfig
+from arealite.api.datapipe_config import CurriculumConfig, DatapipeConfig
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.curriculum.curriculum import Curriculum
 from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import make_sampler
 from tests.system.datapipe.stores import OpenStore
 from tests.system.scenes import episode, failed
 
@@ -35,10 +37,12 @@ def opened(open_store: OpenStore) -> Callable[..., GroupStore]:
     stores: list[GroupStore | None] = [None]
 
     def build(*, by: str = "level") -> GroupStore:
+        datapipe = DatapipeConfig(curriculum=CurriculumConfig(by=by, window=8))
+        config = ExperimentConfig(seed=1, datapipe=datapipe)
         store = open_store(
             again=stores[-1],
             rows=rows(),
-            curriculum=CurriculumConfig(by=by, window=8),
+            sampler=make_sampler(config, rows()),
             num_groups=4,
             group_size=4,
             max_staleness=400,
@@ -48,6 +52,11 @@ def opened(open_store: OpenStore) -> Callable[..., GroupStore]:
         return store
 
     return build
+
+
+def curriculum(store: GroupStore) -> Curriculum:
+    assert isinstance(store.sampler, Curriculum)
+    return store.sampler
 
 
 def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:
@@ -76,7 +85,7 @@ def test_classes_of_uncertain_outcome_are_drawn_more_often(
     play(store, 100, learned)
     drawn = play(store, 300, learned)
     assert drawn["fair"] > 2 * drawn["easy"] > 2 * drawn["hard"] > 0
-    told = store.curriculum.metrics()
+    told = curriculum(store).metrics()
     assert told["curriculum/easy/success"] == 0.9
     assert told["curriculum/hard/success"] == pytest.approx(0.1)
     shares = [told[f"curriculum/{name}/share"] for name in LEVELS]
@@ -88,7 +97,7 @@ def test_draws_follow_the_current_success_rate(opened: Callable[..., GroupStore]
     store = opened()
     play(store, 150, learned)
     play(store, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
-    rates = store.curriculum.metrics()
+    rates = curriculum(store).metrics()
     assert rates["curriculum/fair/success"] > 0.85
     assert rates["curriculum/hard/success"] == pytest.approx(0.5, abs=0.1)
 
@@ -114,10 +123,10 @@ def test_resumed_run_draws_the_same_tasks(opened: Callable[..., GroupStore]) -> 
     store = opened()
     play(store, 40, learned)
     went_on = opened()
-    assert went_on.curriculum.recent == store.curriculum.recent
-    assert went_on.curriculum.offered == store.curriculum.offered
-    expected = [store.curriculum.draw(seq) for seq in range(40, 60)]
-    assert [went_on.curriculum.draw(seq) for seq in range(40, 60)] == expected
+    assert curriculum(went_on).recent == curriculum(store).recent
+    assert curriculum(went_on).offered == curriculum(store).offered
+    expected = [curriculum(store).draw(seq) for seq in range(40, 60)]
+    assert [curriculum(went_on).draw(seq) for seq in range(40, 60)] == expected
 
 
 def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
@@ -132,10 +141,10 @@ def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
     for member in lease.members:
         store.add_episode(failed(lease, member), [])
     assert group.state == "filtered"
-    known = [share for own in store.curriculum.recent.values() for share in own.values()]
+    known = [share for own in curriculum(store).recent.values() for share in own.values()]
     assert known == [1.0] * 3
     went_on = opened()
-    assert went_on.curriculum.recent == store.curriculum.recent
+    assert curriculum(went_on).recent == curriculum(store).recent
 
 
 def test_samples_without_a_score_do_not_change_the_rate(
@@ -149,10 +158,10 @@ def test_samples_without_a_score_do_not_change_the_rate(
         for member in lease.members:
             made = episode(lease, member, reward=rewards[min(member, 1)])
             store.add_episode(made, [b""])
-    known = [share for own in store.curriculum.recent.values() for share in own.values()]
+    known = [share for own in curriculum(store).recent.values() for share in own.values()]
     assert known == [1.0]
     went_on = opened()
-    assert went_on.curriculum.recent == store.curriculum.recent
+    assert curriculum(went_on).recent == curriculum(store).recent
 
 
 def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
@@ -160,13 +169,13 @@ def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
 ) -> None:
     play(opened(by=""), 20, learned)
     store = opened()
-    assert sum(store.curriculum.offered.values()) == 20
-    assert any(store.curriculum.recent.values())
+    assert sum(curriculum(store).offered.values()) == 20
+    assert any(curriculum(store).recent.values())
     play(store, 20, learned)
     off = opened(by="")
-    assert off.curriculum.metrics() == {}
+    assert off.sampler.metrics() == {}
     expected = [(2, row) for row in permutation(1, 2, 15)[10:]]
-    assert [off.curriculum.draw(seq) for seq in range(40, 45)] == expected, "as if always off"
+    assert [off.sampler.draw(seq) for seq in range(40, 45)] == expected, "as if always off"
 
 
 def test_rows_of_one_class_are_refused() -> None:
@@ -178,8 +187,8 @@ def test_class_without_a_closed_group_has_no_success_rate(
     opened: Callable[..., GroupStore],
 ) -> None:
     store = opened()
-    assert store.curriculum.metrics().keys() == {f"curriculum/{name}/share" for name in LEVELS}
+    assert curriculum(store).metrics().keys() == {f"curriculum/{name}/share" for name in LEVELS}
     drawn = play(store, 1, learned)
     (name,) = drawn
-    rates = {key for key in store.curriculum.metrics() if key.endswith("/success")}
+    rates = {key for key in curriculum(store).metrics() if key.endswith("/success")}
     assert rates == {f"curriculum/{name}/success"}

@@ -30,7 +30,7 @@ class Commands:
         for name, module in (
             ("train", lesson_command.train),
             ("eval", lesson_command.evaluate),
-            ("report", lesson_command.report),
+            ("report", lesson_command.report_command),
             ("audit", lesson_command.audit),
         ):
             monkeypatch.setattr(module, "main", lambda words, name=name: self.call(name, words))

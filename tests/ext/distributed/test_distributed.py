@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arealite.api.publisher import PublishReport
-from arealite.api.publisher_config import DistributedPublisherConfig
 from arealite.base.errors import RoleError, UserError
+from arealite.ext.distributed.config import DistributedPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.server_supervisor import IS_KEPT

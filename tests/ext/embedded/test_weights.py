@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arealite.base.errors import UserError
-from arealite.ext.embedded.protocol import Refusal
+from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.weight_loading import (
     ServedWeights,
     load_model,
@@ -98,7 +98,7 @@ def test_mismatched_file_is_refused_and_leaves_the_model_unchanged(
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     before = snapshot(model)
-    with pytest.raises(Refusal, match=text):
+    with pytest.raises(RequestRefused, match=text):
         stage(weights, tmp_path)
     assert same(before, model.state_dict())
 
@@ -106,11 +106,11 @@ def test_mismatched_file_is_refused_and_leaves_the_model_unchanged(
 def test_broken_files_are_refused(
     model: Any, weights: ServedWeights, folders: list[Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(Refusal, match="Failed to get weights iterator"):
+    with pytest.raises(RequestRefused, match="Failed to get weights iterator"):
         stage(weights, tmp_path / "nowhere")
     whole = (folders[1] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(Refusal, match="Failed to get weights iterator"):
+    with pytest.raises(RequestRefused, match="Failed to get weights iterator"):
         stage(weights, tmp_path)
 
 
@@ -160,7 +160,9 @@ def test_path_that_is_not_a_folder_of_regular_files_is_refused_unopened(
     model: Any, weights: ServedWeights, tmp_path: Path, make: Callable[[Path], str], text: str
 ) -> None:
     before = snapshot(model)
-    with pytest.raises(Refusal, match=f"^Failed to get weights iterator: .*{text}") as refused:
+    with pytest.raises(
+        RequestRefused, match=f"^Failed to get weights iterator: .*{text}"
+    ) as refused:
         stage_weights(weights, make(tmp_path))
     assert len(str(refused.value)) < 1_000
     assert same(before, model.state_dict())
@@ -182,7 +184,9 @@ def test_non_finite_weights_are_refused_and_leave_the_model_unchanged(
     norm[-1] = value
     save_file(tensors, tmp_path / "model.safetensors")
     before = snapshot(model)
-    with pytest.raises(Refusal, match=r"'model\.norm\.weight' is not finite in torch\.float32"):
+    with pytest.raises(
+        RequestRefused, match=r"'model\.norm\.weight' is not finite in torch\.float32"
+    ):
         stage(weights, tmp_path) if is_file else stage_tensors(weights, [*tensors.items()], {})
     assert same(before, model.state_dict())
 
@@ -220,7 +224,7 @@ def test_one_mismatched_tensor_leaves_the_model_unchanged(
 ) -> None:
     tensors = load_file(folders[1] / "model.safetensors") | {name: torch.zeros(3)}
     before = snapshot(model)
-    with pytest.raises(Refusal, match=f"Failed to update weights: '{name}'"):
+    with pytest.raises(RequestRefused, match=f"Failed to update weights: '{name}'"):
         stage_tensors(weights, [*tensors.items()], {})
     assert same(before, model.state_dict())
 

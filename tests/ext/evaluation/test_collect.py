@@ -14,7 +14,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.ext.offline.config import SFTConfig
 from arealite.ext.offline.examples import NEXT_STATE, RowEncoder
-from arealite.system.data.chats import load_rows
+from arealite.ext.offline.rows import load_rows
 from tests.ext.evaluation.sampled import Answering, Command, no_servers
 
 

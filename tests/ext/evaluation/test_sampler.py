@@ -13,9 +13,9 @@ import pytest
 from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.task import Task
 from arealite.base.errors import GenerationRefused, RoleError, UserError
-from arealite.ext.evaluation import task_sampler
+from arealite.ext.evaluation import sampler as task_sampler
+from arealite.ext.evaluation.sampler import Sampler
 from arealite.ext.evaluation.samples import Samples
-from arealite.ext.evaluation.task_sampler import Sampler
 from arealite.impl.rollout.collector import Collector
 from arealite.system.health import vitals
 from arealite.system.ledger import group as open_group

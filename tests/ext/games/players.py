@@ -13,7 +13,7 @@ from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.api.turns import Turn
-from arealite.ext.hosting.client import make_env
+from arealite.impl.env.runtimes import make_env
 from tests.fakes.client import response
 
 

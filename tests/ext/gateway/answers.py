@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from random import Random
 
 from arealite.api.llm import LLMResponse
-from arealite.ext.gateway.request_data import Answer, Call, Delta
+from arealite.ext.gateway.request_data import Delta, ParsedAnswer, ParsedCall
 
 LETTERS = 'ab \n\t\r\x0b\x1cé漢🙂\u2028\u2029\x85"\\{}<>:'
 
@@ -17,10 +17,10 @@ def text(rng: Random, longest: int) -> str:
     return "".join(rng.choices(LETTERS, k=rng.randrange(longest)))
 
 
-def random_answer(rng: Random, *, names: list[str]) -> Answer:
+def random_answer(rng: Random, *, names: list[str]) -> ParsedAnswer:
     """Return an answer with a thought, a text and calls, or without some of them."""
     calls = tuple(
-        Call(
+        ParsedCall(
             id=f"call_{rng.getrandbits(60):x}",
             name=rng.choice(names),
             arguments=random_arguments(rng),
@@ -30,7 +30,7 @@ def random_answer(rng: Random, *, names: list[str]) -> Answer:
     tokens = rng.randrange(1, 9)
     ends = ["length", "calls"] if calls else ["length", "stop", "stop_string"]
     stop_reason = rng.choice(ends)
-    return Answer(
+    return ParsedAnswer(
         id=f"{rng.getrandbits(60):x}",
         thought=text(rng, 20) if rng.random() < 0.6 else "",
         text=text(rng, 20) if rng.random() < 0.8 else "",
@@ -54,7 +54,7 @@ def random_arguments(rng: Random) -> str:
     return json.dumps(arguments, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
 
 
-def random_deltas(rng: Random, answers: list[Answer]) -> Iterator[Delta]:
+def random_deltas(rng: Random, answers: list[ParsedAnswer]) -> Iterator[Delta]:
     """Yield the deltas of answers: cut anywhere, kinds and answers mixed, calls after texts."""
     open_streams = [
         [

@@ -11,10 +11,10 @@ import msgspec
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
-from arealite.ext.gateway.conversation import Conversation
+from arealite.ext.gateway.conversation import SeatConversations
 from arealite.ext.gateway.families import family_of
 from arealite.ext.gateway.rendering import Renderer
-from arealite.ext.gateway.request_data import Answer, Call, ChatRequest
+from arealite.ext.gateway.request_data import ChatRequest, ParsedAnswer, ParsedCall
 from arealite.ext.gateway.tree import Prompt
 from tests.fakes.chat_families import tokenizer_of
 from tests.fakes.scripted_tokens import Splitter
@@ -35,7 +35,7 @@ class Client:
         self, tokenizer: Any, *, seed: int = 0, tools: Any = TOOLS, family: Any = None
     ) -> None:
         self.tokenizer, self.tools, self.rng = tokenizer, tools, random.Random(seed)
-        self.conversation = Conversation(Renderer(tokenizer, family_of(tokenizer)))
+        self.conversation = SeatConversations(Renderer(tokenizer, family_of(tokenizer)))
         self.history = list[ChatMessage]()
         self.splitter = Splitter(tokenizer)
         self.answers = 0
@@ -57,7 +57,7 @@ class Client:
         sampled: str | None = None,
         end: str | None = None,
         stop_string: str = "",
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """Answer in random tokens, and append the answer to the client's history.
 
         Args:
@@ -87,12 +87,14 @@ class Client:
 
     def _answer(
         self, text: str, thought: str = "", calls: Iterable[tuple[str, dict[str, Any]]] = ()
-    ) -> Answer:
+    ) -> ParsedAnswer:
         made = [
-            Call(id=f"c{self.answers:06}{index:02}", name=name, arguments=json.dumps(arguments))
+            ParsedCall(
+                id=f"c{self.answers:06}{index:02}", name=name, arguments=json.dumps(arguments)
+            )
             for index, (name, arguments) in enumerate(calls)
         ]
-        return Answer(
+        return ParsedAnswer(
             id=f"a{self.answers}", thought=thought, text=text, calls=tuple(made), stop_reason="stop"
         )
 
@@ -108,13 +110,13 @@ def user(text: str) -> ChatMessage:
     return {"role": "user", "content": text}
 
 
-def results(answer: Answer, *texts: str) -> list[ChatMessage]:
+def results(answer: ParsedAnswer, *texts: str) -> list[ChatMessage]:
     """Return the results of an answer's calls."""
     pairs = zip(answer.calls, texts, strict=False)
     return [{"role": "tool", "tool_call_id": c.id, "name": c.name, "content": t} for c, t in pairs]
 
 
-def full(prompt: Prompt, answer: Answer) -> list[int]:
+def full(prompt: Prompt, answer: ParsedAnswer) -> list[int]:
     """Return the tokens of prompt and answer."""
     assert answer.response is not None
     return prompt.ids + answer.response.output_ids

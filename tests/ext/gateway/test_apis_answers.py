@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from arealite.api.llm import LLMResponse
 from arealite.ext.gateway.apis import APIS, Api
 from arealite.ext.gateway.apis.past_messages import messages as messages_of
-from arealite.ext.gateway.request_data import Answer, ApiError, Call, ChatRequest, Delta
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, Delta, ParsedAnswer, ParsedCall
 from tests.ext.gateway.answers import random_answer, random_deltas, stream
 
 SCHEMA = {"type": "object", "properties": {"n": {}}}
@@ -218,11 +218,11 @@ def test_answer_sent_back_is_the_same_message(path: str) -> None:
         assert calls == expected.get("tool_calls", [])
 
 
-ANSWER = Answer(
+ANSWER = ParsedAnswer(
     id="a1",
     thought="T",
     text="X",
-    calls=(Call(id="c1", name="ns__g", arguments='{"n": 1}'),),
+    calls=(ParsedCall(id="c1", name="ns__g", arguments='{"n": 1}'),),
     stop_reason="calls",
     response=LLMResponse(
         output_ids=[1, 2], logprobs=[-1.0, -2.0], versions=[0, 0], stop_reason="stop"
@@ -276,7 +276,7 @@ def value_at(body: Any, place: str) -> Any:
     return value_at(body[int(first) if first.isdigit() else first], rest)
 
 
-CUT = Answer(id="a1", thought="T", text="", calls=(), stop_reason="length")
+CUT = ParsedAnswer(id="a1", thought="T", text="", calls=(), stop_reason="length")
 COUNTED = replace(ANSWER, calls=(), stop_reason="stop", prompt_tokens=11, cached_tokens=4)
 STOPPED_BY_CLIENT = replace(COUNTED, stop_reason="stop_string", stop_string="STOP")
 STOPPED_BY_RUN = replace(STOPPED_BY_CLIENT, stop_string="of the run")
@@ -286,7 +286,7 @@ COMPLETIONS_USAGE = {
     "total_tokens": 13,
     "prompt_tokens_details": {"cached_tokens": 4},
 }
-WORDS: dict[str, tuple[str, Answer, dict[str, Any]]] = {
+WORDS: dict[str, tuple[str, ParsedAnswer, dict[str, Any]]] = {
     "length in chat": (CHAT, CUT, {"choices.0.finish_reason": "length"}),
     "length in completions": (COMPLETIONS, CUT, {"choices.0.finish_reason": "length"}),
     "length in messages": (ANTHROPIC, CUT, {"stop_reason": "max_tokens"}),
@@ -336,7 +336,9 @@ WORDS: dict[str, tuple[str, Answer, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("path", "answer", "expected"), WORDS.values(), ids=WORDS)
-def test_body_has_the_words_of_its_api(path: str, answer: Answer, expected: dict[str, Any]) -> None:
+def test_body_has_the_words_of_its_api(
+    path: str, answer: ParsedAnswer, expected: dict[str, Any]
+) -> None:
     api, chat_request = request(path)
     body = json.loads(api.encode(chat_request, [answer], "policy"))
     assert {place: value_at(body, place) for place in expected} == expected

@@ -17,7 +17,7 @@ from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
 from arealite.ext.gateway import conversation
 from arealite.ext.gateway.apis import past_messages
-from arealite.ext.gateway.request_data import Answer, ApiError, ChatRequest
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer
 from arealite.ext.gateway.tree import Prompt
 from tests.ext.gateway.chats import TOOLS, Client, family_client, full, results, user
 from tests.fakes.chat_families import FAMILIES
@@ -52,7 +52,9 @@ def written(name: str, client: Client, message: dict[str, Any], end: str) -> str
     return body.partition(end)[0]
 
 
-def answer_like_template(name: str, client: Client, prompt: Prompt, rng: random.Random) -> Answer:
+def answer_like_template(
+    name: str, client: Client, prompt: Prompt, rng: random.Random
+) -> ParsedAnswer:
     """Answer with the text that the template writes for it, in random tokens."""
     count = rng.choice((0, 1, 2)) if name not in ("llama3_1", "gpt_oss") else rng.choice((0, 1))
     drawn = [
@@ -162,7 +164,7 @@ async def test_answer_that_the_client_wrote_differently_is_recognised() -> None:
 
 async def test_thoughts_that_the_client_dropped_stay_while_the_template_keeps_them() -> None:
     client = family_client("qwen3")
-    answers = list[tuple[Prompt, Answer]]()
+    answers = list[tuple[Prompt, ParsedAnswer]]()
     new = [user("q")]
     for turn in range(3):
         prompt = await client.ask(*new)
@@ -230,7 +232,7 @@ async def test_older_answer_with_an_equal_twin_keeps_its_continuation() -> None:
     answer = client.say(second, "fine")
     client.conversation.add(
         first,
-        Answer(
+        ParsedAnswer(
             id="twin", thought="", text="ok", calls=(), stop_reason="stop", response=answer.response
         ),
     )

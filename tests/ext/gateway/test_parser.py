@@ -12,10 +12,10 @@ import pytest
 from arealite.api.episode import Origin
 from arealite.api.llm import LLMResponse
 from arealite.ext.gateway import families
-from arealite.ext.gateway.families import FAMILIES, Family, Part, Tools, family_of
+from arealite.ext.gateway.families import FAMILIES, Family, MarkedPart, ToolSchemas, family_of
 from arealite.ext.gateway.parser import Parser
 from arealite.ext.gateway.rendering import Renderer
-from arealite.ext.gateway.request_data import Answer, ChatRequest, Delta
+from arealite.ext.gateway.request_data import ChatRequest, Delta, ParsedAnswer
 from arealite.ext.gateway.tree import Prompt
 from tests.fakes.chat_families import FAMILIES as CHATS
 from tests.fakes.chat_families import scattered, tokenizer_of
@@ -105,7 +105,7 @@ def parse(
     opening: str = "",
     stop_reason: str = "stop",
     **options: Any,
-) -> Answer:
+) -> ParsedAnswer:
     """Parse tokens in random chunks, or whole; check that the deltas add up to the answer."""
     options = {"items": [], "tools": TOOLS, **options}
     request = ChatRequest(**options)
@@ -416,7 +416,7 @@ def test_long_call_is_read_again_only_after_it_has_grown(monkeypatch) -> None:
     text, sizes = FAMILIES["qwen3"].opening("search") + '{"text": "' + "ab " * 40_000, list[int]()
     read = families.read_json
 
-    def counting(family: Family, text: str, at: int, tools: Tools) -> Part:
+    def counting(family: Family, text: str, at: int, tools: ToolSchemas) -> MarkedPart:
         sizes.append(len(text) - at)
         return read(family, text, at, tools)
 

@@ -12,7 +12,7 @@ import pytest
 from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
 from arealite.ext.gateway import gateway as gateway_module
 from arealite.ext.gateway.apis import APIS
-from arealite.ext.gateway.session import Session
+from arealite.ext.gateway.session import GatewaySession
 from tests.fakes.gateway import CHAT, Served, chat, serving
 from tests.waiting import eventually
 from tools.lessons import calculator
@@ -24,11 +24,11 @@ async def served() -> AsyncIterator[Served]:
         yield made
 
 
-def turns(session: Session) -> int:
+def turns(session: GatewaySession) -> int:
     return sum(len(agent.record.turns) for agent in session.agents.values())
 
 
-async def cut(served: Served, session: Session, body: Any) -> None:
+async def cut(served: Served, session: GatewaySession, body: Any) -> None:
     """Send a request, and disconnect after its generation began."""
     served.client.gate.clear()
     count = len(served.client.requests)

@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.ext.gguf import gguf_file
-from arealite.ext.light_tokenizer.tokenizer import Tokenizer, load_tokenizer
+from arealite.ext.light_tokenizer.light_tokenizer import LightTokenizer
 from tests.fakes.gguf_files import MERGED, Content, write_gguf
 from tests.models import tiny_model
 
@@ -65,7 +66,7 @@ def test_weights_tokens_and_template_are_those_of_the_model(
     settings = json.loads((made / "generation_config.json").read_text())
     assert [settings[name] for name in ends] == [0, 1, 2]
     if family == "llama":  # Qwen2's class adds a token that the file does not have
-        assert isinstance(load_tokenizer(str(made)), Tokenizer), "workers need no transformers"
+        assert isinstance(load_tokenizer(str(made)), LightTokenizer), "workers need no transformers"
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "BF16"])

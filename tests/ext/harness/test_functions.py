@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from arealite.api.reward import FunctionRewardConfig, RewardConfig
+from arealite.api.reward import RewardConfig
 from arealite.base.errors import ServerUnavailable, UserError
 from arealite.ext.harness.env import HarnessEnv
+from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.impl.rollout.collector import Collector
 from tests.ext.harness.harnesses import answer, collecting, configured, failed, play, rewarded
 from tests.fakes.client import ScriptedClient

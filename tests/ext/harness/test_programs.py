@@ -123,7 +123,8 @@ async def test_reward_function_gets_the_output_and_the_folder(tmp_path: Path) ->
         "    assert completion == 'thinking\\n2', completion\n"
         "    return len((Path(folder) / 'made.txt').read_text())\n"
     )
-    from arealite.api.reward import FunctionRewardConfig, RewardConfig
+    from arealite.api.reward import RewardConfig
+    from arealite.ext.rewards.config import FunctionRewardConfig
 
     reward = RewardConfig(type="function", function=FunctionRewardConfig(paths=[f"{file}:made"]))
     code = "open('made.txt', 'w').write('four')"

@@ -12,7 +12,8 @@ import transformers
 from jinja2.exceptions import SecurityError, TemplateError
 from transformers import AutoTokenizer
 
-from arealite.ext.light_tokenizer.tokenizer import Tokenizer, load_tokenizer
+from arealite.api.agent import load_tokenizer
+from arealite.ext.light_tokenizer.light_tokenizer import LightTokenizer
 from arealite.ext.light_tokenizer.tokenizer_folder import is_compared
 from tests.fakes.chat_families import FAMILIES, SHAPES, tokenizer_of
 from tests.fakes.tokenizer_folders import byte_level
@@ -58,7 +59,7 @@ CHATS: list[list[dict[str, Any]]] = [
 @pytest.fixture(scope="module", params=[*FAMILIES, *SHAPES])
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, Any]:
+) -> tuple[LightTokenizer, Any]:
     """The light tokenizer and transformers' object of a family."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer_of(request.param).save_pretrained(folder)
@@ -75,7 +76,7 @@ def outcome(tokenizer: Any, chat: list[Any], options: dict[str, Any]) -> Any:
 
 
 def test_rendering_is_equal_for_every_template_and_kind_of_conversation(
-    both: tuple[Tokenizer, Any],
+    both: tuple[LightTokenizer, Any],
 ) -> None:
     light, full = both
     num_texts = 0
@@ -98,7 +99,7 @@ def test_rendering_is_equal_for_every_template_and_kind_of_conversation(
     assert light.full_object is None
 
 
-def test_continued_message_is_equal_for_every_template(both: tuple[Tokenizer, Any]) -> None:
+def test_continued_message_is_equal_for_every_template(both: tuple[LightTokenizer, Any]) -> None:
     light, full = both
     options = {"continue_final_message": True, "tokenize": False}
     for chat in CHATS[1:3]:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer as Backend
+from tokenizers import LightTokenizer as Backend
 from transformers import AutoTokenizer
 
-from arealite.ext.light_tokenizer import tokenizer as module
-from arealite.ext.light_tokenizer.tokenizer import Tokenizer, load_tokenizer
+from arealite.api.agent import load_tokenizer
+from arealite.ext.light_tokenizer import light_tokenizer as module
+from arealite.ext.light_tokenizer.light_tokenizer import LightTokenizer
 from arealite.ext.light_tokenizer.tokenizer_folder import is_compared
 from tests.fakes.tokenizer_folders import (
     CORPUS,
@@ -69,25 +70,25 @@ def tool(city: str) -> str:
     return city
 
 
-def load_both(folder: Path) -> tuple[Tokenizer, Any]:
+def load_both(folder: Path) -> tuple[LightTokenizer, Any]:
     """Return the light tokenizer of a folder, and transformers' object."""
     light = load_tokenizer(str(folder))
-    assert type(light) is Tokenizer
+    assert type(light) is LightTokenizer
     return light, AutoTokenizer.from_pretrained(str(folder))
 
 
 @pytest.fixture
-def light(tmp_path: Path) -> Tokenizer:
+def light(tmp_path: Path) -> LightTokenizer:
     return load_tokenizer(str(byte_level(tmp_path / "model")))
 
 
 @pytest.fixture
-def full(light: Tokenizer) -> Any:
+def full(light: LightTokenizer) -> Any:
     """The object of transformers for the same folder."""
     return AutoTokenizer.from_pretrained(light.name_or_path)
 
 
-def assert_equal_tokens(light: Tokenizer, full: Any, num_texts: int) -> None:
+def assert_equal_tokens(light: LightTokenizer, full: Any, num_texts: int) -> None:
     """Compare texts, ids and values; the light tokenizer handles them alone."""
     full("a")  # turns the truncation and the padding of the file off
     assert light.backend_tokenizer.to_str() == full.backend_tokenizer.to_str()
@@ -166,7 +167,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 
 
 def test_missing_attribute_comes_from_transformers_loaded_once(
-    light: Tokenizer, full: Any, monkeypatch: pytest.MonkeyPatch
+    light: LightTokenizer, full: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = list[str]()
 
@@ -174,7 +175,7 @@ def test_missing_attribute_comes_from_transformers_loaded_once(
         paths.append(path)
         return full
 
-    monkeypatch.setattr(module, "_load_transformers", load)
+    monkeypatch.setattr(module, "load_with_transformers", load)
     assert light.padding_side == "right"
     assert light.tokenize("Hello  world") == full.tokenize("Hello  world")
     assert light.convert_ids_to_tokens([5, 6]) == full.convert_ids_to_tokens([5, 6])
@@ -203,7 +204,7 @@ def test_missing_attribute_comes_from_transformers_loaded_once(
     ],
 )
 def test_unsupported_call_has_the_result_of_transformers(
-    light: Tokenizer, full: Any, call: Callable[[Any], Any]
+    light: LightTokenizer, full: Any, call: Callable[[Any], Any]
 ) -> None:
     assert call(light) == call(full)
     assert light.full_object is not None
@@ -236,7 +237,7 @@ def test_unsupported_call_has_the_result_of_transformers(
     ],
 )
 def test_supported_call_has_the_result_of_transformers_without_it(
-    light: Tokenizer, full: Any, call: Callable[[Any], Any]
+    light: LightTokenizer, full: Any, call: Callable[[Any], Any]
 ) -> None:
     assert call(light) == call(full)
     assert light.full_object is None
@@ -253,7 +254,7 @@ def test_supported_call_has_the_result_of_transformers_without_it(
     ],
 )
 def test_result_of_a_call_has_the_methods_of_transformers(
-    light: Tokenizer, full: Any, call: Callable[[Any], Any]
+    light: LightTokenizer, full: Any, call: Callable[[Any], Any]
 ) -> None:
     assert call(light) == call(full)
 
@@ -273,7 +274,7 @@ def test_result_of_a_call_has_the_methods_of_transformers(
     ],
 )
 def test_faulty_call_raises_the_error_of_transformers(
-    light: Tokenizer, full: Any, call: Callable[[Any], Any]
+    light: LightTokenizer, full: Any, call: Callable[[Any], Any]
 ) -> None:
     with pytest.raises(Exception) as expected:
         call(full)
@@ -282,7 +283,7 @@ def test_faulty_call_raises_the_error_of_transformers(
     assert type(raised.value) is type(expected.value)
 
 
-def test_changed_attribute_holds_for_all_later_calls(light: Tokenizer) -> None:
+def test_changed_attribute_holds_for_all_later_calls(light: LightTokenizer) -> None:
     light.pad_token = "<|eot|>"
     assert light.pad_token_id == light.eos_token_id
     light.chat_template = "{{ messages[0].content }}!"
@@ -295,7 +296,7 @@ def test_changed_attribute_holds_for_all_later_calls(light: Tokenizer) -> None:
     assert "<late>" in light.get_vocab()
 
 
-def test_change_of_the_backend_holds_for_transformers_object(light: Tokenizer) -> None:
+def test_change_of_the_backend_holds_for_transformers_object(light: LightTokenizer) -> None:
     light.backend_tokenizer.add_tokens(["<late>"])
     assert light.tokenize("<late>") == ["<late>"]
 
@@ -304,7 +305,7 @@ def test_change_of_the_backend_holds_for_transformers_object(light: Tokenizer) -
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))]
 )
-def test_copy_is_equal(light: Tokenizer, copied: Callable[[Any], Any], is_full: bool) -> None:
+def test_copy_is_equal(light: LightTokenizer, copied: Callable[[Any], Any], is_full: bool) -> None:
     if is_full:
         light.eos_token = "<pad>"
     other = copied(light)
@@ -368,7 +369,7 @@ def test_folder_that_transformers_reads_in_another_way_has_its_object(
 def test_folder_with_code_is_left_to_transformers(tmp_path: Path) -> None:
     folder = byte_level(tmp_path / "model")
     change(SETTINGS, auto_map={"AutoTokenizer": [None, "own.Own"]})(folder)
-    assert type(load_tokenizer(str(folder))) is not Tokenizer
+    assert type(load_tokenizer(str(folder))) is not LightTokenizer
 
 
 def test_templates_of_files_replace_that_of_the_settings(tmp_path: Path) -> None:
@@ -386,6 +387,6 @@ def test_version_that_was_not_compared_reads_folders_itself(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = byte_level(tmp_path / "model")
-    assert type(load_tokenizer(str(folder))) is Tokenizer
+    assert type(load_tokenizer(str(folder))) is LightTokenizer
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)
     assert type(load_tokenizer(str(folder))) is type(AutoTokenizer.from_pretrained(str(folder)))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from arealite.cli import preflight
 from arealite.cli.main import main
+from arealite.ext.machine import check_command
 from arealite.ext.self_check import plain_copy
 from arealite.impl.engine import attention
 from arealite.impl.engine.fsdp import FSDPEngine
@@ -38,7 +38,7 @@ def mixture(tmp_path: Path) -> Path:
 def test_sound_model_passes_without_a_run(
     mixture: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert preflight.main(["--model", f"model.path={mixture}"]) == 0
+    assert check_command.main(["--model", f"model.path={mixture}"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"compared   plain transformers: mean of a row .*, largest .* nats", told)
     assert "compared   server http://127.0.0.1" in told
@@ -48,7 +48,7 @@ def test_sound_model_passes_without_a_run(
 def test_dtype_of_an_offline_trainer_gives_the_bound(tmp_path: Path) -> None:
     dtypes = ["trainer.offline.engine.fsdp.dtype=bfloat16", "model.dtype=bfloat16"]
     given = ["--config", "sft", f"model.path={tiny_model(tmp_path)}", *dtypes]
-    assert preflight.main(["--model", *given]) == 0
+    assert check_command.main(["--model", *given]) == 0
 
 
 def test_trainer_that_differs_is_a_fault(
@@ -62,7 +62,7 @@ def test_trainer_that_differs_is_a_fault(
 
     real = attention.choose
     monkeypatch.setattr(attention, "choose", choose)
-    assert preflight.main(["--model", f"model.path={mixture}"]) == 1
+    assert check_command.main(["--model", f"model.path={mixture}"]) == 1
     told = capsys.readouterr().out
     assert "Likely reason: rope theta:" in " ".join(told.split())
     assert told.endswith("not ok\n")
@@ -73,7 +73,7 @@ def test_server_that_is_not_embedded_is_compared_later(
 ) -> None:
     words = [f"model.path={tiny_model(tmp_path / 'model')}"]
     words += ["launcher.server_args=[llm_server.type=sglang]"]
-    assert preflight.main(["--model", *words]) == 0
+    assert check_command.main(["--model", *words]) == 0
     assert "not compared: each run compares sglang itself" in capsys.readouterr().out
 
 
@@ -83,7 +83,7 @@ def test_nothing_compared_is_not_called_ok(
     monkeypatch.setattr(plain_copy, "LARGEST", 1)
     words = [f"model.path={tiny_model(tmp_path / 'model')}"]
     words += ["launcher.server_args=[llm_server.type=sglang]"]
-    assert preflight.main(["--model", *words]) == 0
+    assert check_command.main(["--model", *words]) == 0
     told = capsys.readouterr().out
     assert "too large for a second copy" in told
     assert told.endswith("nothing was compared\n")
@@ -100,7 +100,7 @@ def test_short_context_gets_short_prompts(
 ) -> None:
     model = tiny_model(tmp_path / "model")
     change_config(model, max_position_embeddings=length)
-    assert preflight.main(["--model", f"model.path={model}"]) == 0
+    assert check_command.main(["--model", f"model.path={model}"]) == 0
     told = capsys.readouterr().out
     assert re.search(f"compared   plain transformers: {SIZE}", told)
     assert re.search(f"compared   server .*: {of_server}", told)

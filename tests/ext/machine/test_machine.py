@@ -11,18 +11,17 @@ import pytest
 
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
-from arealite.cli import preflight
-from arealite.ext.machine import command
+from arealite.ext.machine import check_command, command
 
 TABLE = read_toml(command.__file__, "rows.toml")
 PLAN = {"quick": True, "gpus": 0, "limit_s": 200.0, "python": "/no/python"}
 
 
-def row(name: str, **values: Any) -> command.Row:
+def row(name: str, **values: Any) -> command.PlannedCheck:
     return command.DEFAULTS | {"name": name} | TABLE.get(name, {}) | values
 
 
-def planted(function: str, **values: Any) -> command.Row:
+def planted(function: str, **values: Any) -> command.PlannedCheck:
     return row(function, run=f"tests.ext.machine.machine_faults:{function}", **values)
 
 
@@ -64,7 +63,7 @@ def test_report_has_host_counts_rows_and_the_rows_that_they_need(
         tmp_path / "new" / "machine.json",
         ["resume/1 rank to 1", "all-reduce/4", "planted"],
     )
-    code = preflight.main(["--machine", "--quick", "--only", *names, "--out", str(out)])
+    code = check_command.main(["--machine", "--quick", "--only", *names, "--out", str(out)])
     report = json.loads(out.read_text())
     assert (code, report["counts"]) == (1, {"pass": 3, "FAIL": 1, "n/a": 1})
     assert report["host"]["torch"] and report["quick"] is True
@@ -78,7 +77,7 @@ def test_only_keeps_the_rows_that_the_chosen_rows_need(
 ) -> None:
     chosen = list[str]()
 
-    def run(rows: list[command.Row], *_: object) -> list[command.Row]:
+    def run(rows: list[command.PlannedCheck], *_: object) -> list[command.PlannedCheck]:
         chosen[:] = [each["name"] for each in rows]
         return []
 
@@ -159,4 +158,4 @@ def test_folder_as_the_report_is_refused_before_a_row_runs(tmp_path: Path) -> No
 
 def test_machine_and_model_exclude_each_other() -> None:
     with pytest.raises(UserError, match="--machine and --model exclude each other"):
-        preflight.main(["--model", "--machine"])
+        check_command.main(["--model", "--machine"])

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from arealite.api.reward import MathVerifyConfig
 from arealite.ext.math.checker import is_equal
+from arealite.ext.math.config import MathVerifyConfig
 from arealite.ext.math.math_verify import MathVerifyReward
 from tests.ext.math.made_answers import CHEATS, FORMS, Row, cheats, rows
 

@@ -12,7 +12,7 @@ from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.ext.games.config import MathEnvConfig
-from arealite.ext.hosting.client import make_env
+from arealite.impl.env.runtimes import make_env
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 

@@ -103,7 +103,7 @@ def test_model_that_cannot_share_rows_is_refused(
         model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match=error):
-        ContextGroup(2, model, torch.device("cpu"))
+        ContextGroup(2, model, torch.device("cpu")).change_layers()
 
 
 def test_size_that_does_not_divide_the_ranks_is_refused(families: Path) -> None:

@@ -19,6 +19,7 @@ from arealite.ext.embedded.cache_decoder import make_decoder
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.models.expert_routing import Routing
+from arealite.impl.engine.extensions import Extensions
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.families.configs import CONFIGS
 from tests.families.folders import build
@@ -298,7 +299,7 @@ def test_balancing_loss_of_the_config_is_added_once_per_update(
     options = {"layout": layout, "gradient_checkpointing": recomputes}
     engine = make_engine(balanced, max_tokens_per_microbatch=100, **options)
     found, stats = gradients(engine, rows)
-    engine._balance = None
+    engine._extensions = Extensions([])
     plain, _ = gradients(engine, rows)
     expected, loss = balanced_gradients(balanced, rows)
     assert stats["router_loss"] == pytest.approx(loss, rel=1e-5)

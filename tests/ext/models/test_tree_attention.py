@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from arealite.algo.prefix_tree import prefix_forest
 from arealite.ext.models import tree_attention
-from arealite.ext.models.tree_attention import PrefixTree, TreeAttention
+from arealite.ext.models.tree_attention import KernelCalls
+from arealite.impl.engine.packed_rows import PrefixTree
 
 CPU, HEADS, KV_HEADS, WIDTH = torch.device("cpu"), 4, 2, 8
 
@@ -71,7 +72,7 @@ def test_attention_over_trees_equals_attention_over_rows(
     inputs = [random(tree.bounds[-1], n).requires_grad_() for n in (HEADS, KV_HEADS, KV_HEADS)]
     weights = [random(len(row), HEADS) for row in rows]
     with patch.object(tree_attention, "SMALL_TREE", small):
-        out = TreeAttention.apply(*inputs, tree, 0.4)  # type: ignore[no-untyped-call]
+        out = KernelCalls(tree).attend(*inputs, 0.4)
     total, expected = out.new_zeros(()), out.new_zeros(())
     for last, weight in zip(forest.last, weights, strict=True):
         places = torch.from_numpy(tree.paths[last])
@@ -104,7 +105,7 @@ def test_small_trees_get_a_mask_and_larger_ones_branches() -> None:
         *group(900, 9, [0]),
         *group(1000, 7, [0]),
     ]
-    calls = PrefixTree.of(prefix_forest(rows), CPU).calls
+    calls = KernelCalls(PrefixTree.of(prefix_forest(rows), CPU)).calls
     shapes = [
         (call.rows, call.is_branch, call.is_token is not None, call.attn_mask is not None)
         for call in calls
@@ -129,11 +130,12 @@ def test_16_bit_outputs_and_gradients_are_close_to_float32(dtype: torch.dtype, a
     prompt = rng.integers(0, 9, 50)
     rows = [np.concatenate([prompt, rng.integers(0, 9, answer)]) for _ in range(4)]
     tree = PrefixTree.of(prefix_forest(rows), CPU)
-    assert any(call.is_branch for call in tree.calls) == (answer == 30)
+    kernel = KernelCalls(tree)
+    assert any(call.is_branch for call in kernel.calls) == (answer == 30)
     shape, generator = (tree.bounds[-1], 4, WIDTH), torch.Generator().manual_seed(0)
     exact = [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
     low = [each.detach().to(dtype).requires_grad_() for each in exact]
-    outs = [TreeAttention.apply(*each, tree, 0.4) for each in (exact, low)]  # type: ignore[no-untyped-call]
+    outs = [kernel.attend(*each, 0.4) for each in (exact, low)]
     assert outs[1].dtype == dtype
     torch.testing.assert_close(outs[1].float(), outs[0], rtol=0.02, atol=0.02)
     for out in outs:

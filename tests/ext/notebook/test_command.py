@@ -18,7 +18,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.cli import configs
 from arealite.ext.notebook import command_line
-from arealite.ext.notebook.command_line import NESTED, Command, checked, resolve, words
+from arealite.ext.notebook.command_line import NESTED, RunningCommand, checked, resolve, words
 from tests.ext.notebook import things
 from tests.waiting import until_exited
 
@@ -196,7 +196,7 @@ def test_script_without_a_guard_is_refused_and_starts_nothing(folder: Path) -> N
 
 @pytest.mark.processes
 def test_output_of_a_command_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Command(["--version"], folder / "new" / "log").wait() == 0
+    assert RunningCommand(["--version"], folder / "new" / "log").wait() == 0
     assert capsys.readouterr().out.strip() == arealite.__version__
     assert not command_line._running
 
@@ -206,14 +206,14 @@ def test_output_has_no_colours_in_a_notebook(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernel does
-    assert Command(["envs"], folder / "log").wait() == 0
+    assert RunningCommand(["envs"], folder / "log").wait() == 0
     shown = capsys.readouterr().out
     assert "tic_tac_toe" in shown and "\x1b" not in shown
 
 
 @pytest.mark.processes
 def test_failed_command_raises_its_last_error_line(folder: Path) -> None:
-    failed = Command(["audit", "nothing"], folder / "log")
+    failed = RunningCommand(["audit", "nothing"], folder / "log")
     assert failed.wait() == 2
     error = failed.error("run x")
     assert isinstance(error, UserError)
@@ -234,8 +234,8 @@ def test_folders_of_the_interpreter_are_not_passed_on(monkeypatch: pytest.Monkey
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from arealite.ext.notebook.command_line import Command
-served = Command(["serve", "env.type=tic_tac_toe"], Path("log"))
+from arealite.ext.notebook.command_line import RunningCommand
+served = RunningCommand(["serve", "env.type=tic_tac_toe"], Path("log"))
 served.wait_for_line("serving on ")
 print(served.process.pid, flush=True)
 sys.stdin.readline()

@@ -14,10 +14,10 @@ from arealite.api.experiment_config import DatasetConfig, ExperimentConfig, Mode
 from arealite.base.errors import UserError
 from arealite.ext.offline.answers import turn_end
 from arealite.ext.offline.examples import ASSISTANT
-from arealite.system.data.chats import check_examples
+from arealite.ext.offline.rows import check_examples
+from tests.ext.offline.test_rows import encode
+from tests.ext.offline.test_rows import settings as sft_settings
 from tests.fakes.chat_families import FAMILIES, SHAPES, tokenizer_of
-from tests.system.data.test_chats import encode
-from tests.system.data.test_chats import settings as sft_settings
 from tests.system.data.test_dataset import jsonl, parquet
 
 USER = {"role": "user", "content": "weather?"}

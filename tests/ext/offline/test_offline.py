@@ -30,7 +30,7 @@ from arealite.api.experiment_config import (
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.api.trial import ClusterConfig
 from arealite.ext.offline.config import DPOConfig, OfflineConfig, SFTConfig
-from arealite.ext.offline.offline import OfflineTrainer
+from arealite.ext.offline.offline_trainer import OfflineTrainer
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.batch import Minibatch

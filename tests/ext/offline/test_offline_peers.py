@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer import trainers
 from arealite.ext.offline.config import DPOConfig
-from arealite.ext.offline.offline import OfflineTrainer
+from arealite.ext.offline.offline_trainer import OfflineTrainer
 from tests.ext.offline.test_offline import settings
 from tests.models import tiny_model
 from tests.system.data.test_dataset import jsonl

@@ -14,7 +14,7 @@ from arealite.api.trainer_messages import StepReport
 from arealite.base import config as base_config
 from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
-from arealite.ext.replay.command import Segment, segments
+from arealite.ext.replay.command import StepRange, segments
 from arealite.system.ledger.ledger import Ledger, connect
 
 Make = Callable[..., RunPaths]
@@ -51,26 +51,28 @@ def make(tmp_path: Path) -> Make:
 def test_constant_number_of_ranks_is_one_segment(make: Make) -> None:
     paths = make(2, 2, 2)
     config = paths.configs / "000000.yaml"
-    assert segments(paths, None) == [Segment(config=config, ranks=2, stop=3)]
-    assert segments(paths, 2) == [Segment(config=config, ranks=2, stop=2)]
-    assert segments(paths, 9) == [Segment(config=config, ranks=2, stop=3)]
+    assert segments(paths, None) == [StepRange(config=config, ranks=2, stop=3)]
+    assert segments(paths, 2) == [StepRange(config=config, ranks=2, stop=2)]
+    assert segments(paths, 9) == [StepRange(config=config, ranks=2, stop=3)]
 
 
 def test_changed_ranks_or_config_start_a_segment(make: Make) -> None:
     paths = make(1, 1, 1, 2, 2, 2, starts=(0, 2, 4))
     first, second, third = (paths.configs / f"{n:06d}.yaml" for n in (0, 2, 4))
     assert segments(paths, None) == [
-        Segment(config=first, ranks=1, stop=2),
-        Segment(config=second, ranks=1, stop=3),
-        Segment(config=second, ranks=2, stop=4),
-        Segment(config=third, ranks=2, stop=6),
+        StepRange(config=first, ranks=1, stop=2),
+        StepRange(config=second, ranks=1, stop=3),
+        StepRange(config=second, ranks=2, stop=4),
+        StepRange(config=third, ranks=2, stop=6),
     ]
-    assert segments(paths, 3)[-1] == Segment(config=second, ranks=1, stop=3)
+    assert segments(paths, 3)[-1] == StepRange(config=second, ranks=1, stop=3)
 
 
 def test_restart_without_changes_starts_no_segment(make: Make) -> None:
     paths = make(1, 1, 1, starts=(0, 2), same=True)
-    assert segments(paths, None) == [Segment(config=paths.configs / "000000.yaml", ranks=1, stop=3)]
+    assert segments(paths, None) == [
+        StepRange(config=paths.configs / "000000.yaml", ranks=1, stop=3)
+    ]
 
 
 def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
@@ -80,7 +82,7 @@ def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
     older = text.replace("cluster:\n", "cluster:\n  name_store: etcd\n  etcd: h1:2379\n")
     assert older != text
     file.write_text(older)
-    assert segments(paths, None) == [Segment(config=file, ranks=1, stop=1)]
+    assert segments(paths, None) == [StepRange(config=file, ranks=1, stop=1)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_run_with_dropped_payloads_is_refused(
 def test_last_step_is_a_number_or_the_name_of_a_checkpoint(
     make: Make, step: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run_ranks(segment: Segment, _: object) -> int:
+    async def run_ranks(segment: StepRange, _: object) -> int:
         return 0 if segment.stop == 2 else 1
 
     monkeypatch.setattr("arealite.ext.replay.command.run_ranks", run_ranks)

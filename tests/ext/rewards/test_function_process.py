@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import uvloop
 
-from arealite.api.reward import FunctionRewardConfig, RewardConfig, make_reward
+from arealite.api.reward import RewardConfig, make_reward
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError, failure_class
 from arealite.base.outputs import ProtectedOutput
 from arealite.ext.rewards import process_pool
+from arealite.ext.rewards.config import FunctionRewardConfig
 from tests.terminals import closed_pipe
 from tests.waiting import eventually, has_exited, until, until_exited
 
@@ -327,8 +328,9 @@ async def test_coroutine_begins_again_if_another_call_ends_its_process(
 def test_process_ends_with_a_worker_that_is_killed(file: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio
-from arealite.api.reward import *
+from arealite.api.reward import RewardConfig, make_reward
 from arealite.api.task import Task
+from arealite.ext.rewards.config import FunctionRewardConfig
 async def main():
     paths = ["{file}:waits"]
     function = FunctionRewardConfig(paths=paths)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from arealite.api.reward import FunctionRewardConfig, RewardConfig, Score, make_reward
+from arealite.api.reward import RewardConfig, Score, make_reward
 from arealite.api.task import Task
 from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_user_module
+from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.ext.rewards.process_pool import FunctionFailed
 
 SOURCE = """

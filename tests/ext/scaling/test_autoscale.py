@@ -160,9 +160,9 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             await pipe.ready.wait()
             working = [roles.create_task(work(number)) for number in range(2)]
             rank = await in_thread(begun)
-            told = pipe.workers.metrics
+            told = pipe.machine.workers.metrics
             target = lambda: told()["rollout/target_concurrency"]  # noqa: E731
-            in_flight = lambda: sum(w.in_flight for w in pipe.workers.by_id.values())  # noqa: E731
+            in_flight = lambda: sum(w.in_flight for w in pipe.machine.workers.by_id.values())  # noqa: E731
             pace = EpisodePacer(server, in_flight)
             pacing = roles.create_task(pace.keep())
 

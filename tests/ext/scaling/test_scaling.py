@@ -14,6 +14,7 @@ from arealite.api.collector_config import AutoscaleConfig
 from arealite.api.rollout_messages import WorkerState
 from arealite.ext.scaling.scaling import CONFIRM_PERIODS, Scaling, worker_index
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.names.name_registry import NameRegistry
@@ -37,7 +38,9 @@ class Site:
         )
         self.ledger = Ledger(root / "ledger.sqlite", fingerprint={})
         ppo = config.trainer.ppo
-        self.store = GroupStore(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+        self.store = GroupStore(
+            self.ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True)
+        )
         self.store.version = 0
         self.workers = Workers(ttl_s=100.0)
         registry = NameRegistry(root=root / "names")
@@ -130,15 +133,13 @@ def test_new_worker_gets_the_same_limit_as_the_others(site: Any) -> None:
 def test_worker_is_added_when_all_are_full_and_removed_when_idle(site: Any) -> None:
     it = site()
     it.hear(0)
-    assert it.scaling.desired_workers() == {}, "nothing is decided"
+    assert it.scaling.entry() == {}, "nothing is decided"
     while it.scaling.num_workers < 2:
         it.pass_period(running=it.in_flight(0))
         it.fill()
     assert it.in_flight(0) == MOST
     it.pass_period(running=MOST)
-    assert it.scaling.desired_workers() == {"workers": 2}, (
-        "one at a time: the second is not here yet"
-    )
+    assert it.scaling.entry() == {"workers": 2}, "one at a time: the second is not here yet"
     it.hear(1)
     it.fill()
     for _ in range(4):
@@ -152,7 +153,7 @@ def test_worker_is_added_when_all_are_full_and_removed_when_idle(site: Any) -> N
     assert leaving.limit == 0
     leaving.leases.clear()
     it.pass_period(running=2, waiting=8, capacity=2)
-    assert it.scaling.desired_workers() == {"workers": 1}
+    assert it.scaling.entry() == {"workers": 1}
     assert leaving.limit == 0, "nothing new until it is gone"
     it.workers.update(
         b"route",

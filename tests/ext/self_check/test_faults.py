@@ -130,7 +130,7 @@ class Run:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(check_module, "SelfCheck", make_check)
                 await asyncio.to_thread(self_check, config, engine, World(), 0)
-            return checks[-1].found
+            return checks[-1].outcomes
 
 
 @pytest.fixture(autouse=True)

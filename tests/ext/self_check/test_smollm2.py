@@ -46,7 +46,7 @@ def test_trained_weights_pass_and_swapped_tensors_are_named(
     )
     trained = check.SelfCheck(config, engine, World(), 7)
     assert trained.faults() == []
-    text = trained.found["plain transformers"]
+    text = trained.outcomes["plain transformers"]
     assert "3 and 4 times the noise of plain transformers in this dtype" in text
     swap(engine.module)
     (fault,) = check.SelfCheck(config, engine, World(), 0).faults()

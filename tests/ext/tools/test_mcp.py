@@ -20,7 +20,7 @@ from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.tools.config import MCPServerConfig, ToolsEnvConfig
 from arealite.ext.tools.mcp import MCPUnavailable
-from arealite.ext.tools.toolbox import Answer, Toolbox, ToolCrash
+from arealite.ext.tools.toolbox import ToolAnswer, Toolbox, ToolCrash
 from tests.fakes.ports import held_port
 from tests.waiting import eventually, has_exited, until
 
@@ -40,7 +40,7 @@ def toolbox(server: MCPServerConfig, **more: Any) -> Toolbox:
     return Toolbox(ToolsEnvConfig(mcp={"t": server}, **{"timeout_s": 60.0} | more))
 
 
-async def call(box: Toolbox, tool: str, /, **arguments: Any) -> Answer:
+async def call(box: Toolbox, tool: str, /, **arguments: Any) -> ToolAnswer:
     async with box.episode(TASK) as states:
         return await box.call(ToolCall(call_id="1", name=tool, arguments=arguments), states)
 

@@ -17,11 +17,11 @@ from arealite.api.reward import Reward, RewardConfig, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.ext.demo.tiny_model import PRINTABLE, make_tokenizer
-from arealite.ext.hosting.client import make_env
 from arealite.ext.tools.calculator import evaluate
 from arealite.ext.tools.config import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
 from arealite.ext.tools.env import ToolsEnv
 from arealite.ext.tools.toolbox import ToolCrash
+from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import Collector
 from tests.ext.tools import test_toolbox  # registers the tool `odd`
 from tests.fakes.client import ScriptedClient, response

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
-from arealite.api.episode import Origin, Record
+from arealite.api.episode import EpisodeRecord, Origin
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Failure
@@ -199,7 +199,7 @@ BRANCHED = (
 
 def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> list[Segment]:
     """Return a session; as a default one of two segments, because the third turn is a branch."""
-    record = Record()
+    record = EpisodeRecord()
     for prompt, origin in turns:
         turn = record.begin(prompt, SamplingConfig(), origin)
         record.add(

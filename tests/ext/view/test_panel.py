@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from arealite.ext.view.panel import BAR, SPARK, bar, panel, spark
-from arealite.ext.view.snapshot import CURVES, PUBLISHING, Line, Metrics, Snapshot
+from arealite.ext.view.snapshot import PUBLISHING, MetricsReader, Snapshot
+from arealite.impl.logger.metrics_file import MetricsLine
 from arealite.system.health.diagnosis import Finding
 from arealite.system.names.name_registry import Entry
 
 
-def step(number: int) -> Line:
+def step(number: int) -> MetricsLine:
     return {
         "step": float(number + 1),
         "time": 100.0 + 2 * number,
@@ -57,13 +58,11 @@ def server(number: int, **value: Any) -> Entry:
     )
 
 
-def measured(*lines: Line, evals: dict[int, Line] | None = None) -> Metrics:
-    metrics = Metrics(Path("none"))
+def measured(*lines: MetricsLine, evals: dict[int, MetricsLine] | None = None) -> MetricsReader:
+    metrics = MetricsReader(Path("none"))
     metrics.evals |= evals or {}
-    metrics.recent.extend(lines)
     for line in lines:
-        for key in CURVES:
-            metrics.curves[key] += [line[key]] if key in line else []
+        metrics.add({**line})
     return metrics
 
 

@@ -13,7 +13,8 @@ from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.config import save
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
-from arealite.ext.view.snapshot import QUIET_S, WINDOW, Metrics, RunReader, is_step
+from arealite.ext.view.snapshot import QUIET_S, WINDOW, MetricsReader, RunReader
+from arealite.impl.logger.metrics_file import is_step
 from arealite.system.health.waits import SUPERVISOR
 from arealite.system.names.name_registry import NameRegistry
 from tests.system.health.living import show, wait
@@ -30,7 +31,7 @@ def run(tmp_path: Path) -> Run:
 
 def test_metrics_are_read_as_the_file_grows(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
-    metrics = Metrics(file)
+    metrics = MetricsReader(file)
     assert metrics.poll() == [], "no file yet"
     evaluation = json.dumps({"step": 0, "time": -1.0, "eval/reward": 0.25}) + "\n"
     file.write_text(evaluation + line(1) + line(2, reward__mean=0.75)[:20])
@@ -49,14 +50,14 @@ def test_steps_count_from_1_even_if_version_0_1_0_wrote_them(tmp_path: Path, wri
     file = tmp_path / "metrics.jsonl"
     evaluation = json.dumps({"step": 0, "time": -1.0, "eval/reward": 0.25}) + "\n"
     file.write_text(evaluation + "".join(line(step) for step in written))
-    metrics = Metrics(file)
+    metrics = MetricsReader(file)
     assert [int(each["step"]) for each in metrics.poll()] == [0, 1, 2, 3, 4]
     assert metrics.steps == 4
 
 
 def test_rewritten_metrics_are_read_again_but_returned_once(tmp_path: Path):
     file, anew = tmp_path / "metrics.jsonl", tmp_path / "anew"
-    metrics = Metrics(file)
+    metrics = MetricsReader(file)
     file.write_text("".join(line(step, rollout__failed_episode_timeout=9.0) for step in range(5)))
     metrics.poll()
     anew.write_text(line(0) + line(1) + line(2, at=99.0, reward__mean=1.0))
@@ -68,7 +69,7 @@ def test_rewritten_metrics_are_read_again_but_returned_once(tmp_path: Path):
 def test_invalid_line_is_skipped(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 0, "rew\n\nnull\n{"no": 1.0}\n' + line(1))
-    assert [each["step"] for each in Metrics(file).poll()] == [1.0]
+    assert [each["step"] for each in MetricsReader(file).poll()] == [1.0]
 
 
 def test_failures_are_summed_over_restarts_of_workers(tmp_path: Path):
@@ -77,7 +78,7 @@ def test_failures_are_summed_over_restarts_of_workers(tmp_path: Path):
     named = [{f"rollout__failed_{k}": v for k, v in each.items()} for each in counts]
     of_sources = {"rollout__failed_a__math": 7.0}
     file.write_text("".join(line(n, **each, **of_sources) for n, each in enumerate(named)))
-    metrics = Metrics(file)
+    metrics = MetricsReader(file)
     metrics.poll()
     assert metrics.failures == {"a": 8, "b": 3}
 
@@ -85,7 +86,7 @@ def test_failures_are_summed_over_restarts_of_workers(tmp_path: Path):
 def test_only_the_newest_lines_are_kept_completely(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line(step) for step in range(3 * WINDOW)))
-    metrics = Metrics(file)
+    metrics = MetricsReader(file)
     metrics.poll()
     assert len(metrics.recent) == WINDOW and len(metrics.curves["reward/mean"]) == 3 * WINDOW
 

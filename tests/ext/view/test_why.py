@@ -15,11 +15,10 @@ from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli.main import main
-from arealite.ext.view import explain
 from arealite.ext.view import why as why_module
-from arealite.ext.view.explain import WIDTH
-from arealite.system.health import diagnosis
+from arealite.system.health import diagnosis, explain
 from arealite.system.health.diagnosis import examine
+from arealite.system.health.explain import WIDTH
 from arealite.system.health.waits import OTHER_RANKS
 from tests.system.health.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown, wait
 from tests.waiting import until
@@ -27,7 +26,7 @@ from tests.waiting import until
 EPISODES = """
 from arealite.system.health.waits import Wait
 async def generate(number):
-    with Wait(what=f"generation g{number}/0", owner="llm client", on="llm_server-a", seconds=300):
+    with Wait(event=f"generation g{number}/0", owner="llm client", on="llm_server-a", seconds=300):
         await asyncio.Event().wait()
 async def main():
     vitals.watch(asyncio.get_running_loop())
@@ -38,7 +37,7 @@ asyncio.run(main())
 HANGS = """
 from arealite.system.health.waits import Wait
 async def environment():
-    with Wait(what="episode g7/0 (train-3)", owner="collector", on="environment mine", seconds=600):
+    with Wait(event="episode g7/0 (train-3)", owner="collector", on="environment mine", seconds=600):
         await asyncio.Event().wait()
 def others(number):
     exec(f"async def other{number}(): await asyncio.Event().wait()", globals())

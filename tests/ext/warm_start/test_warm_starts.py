@@ -54,7 +54,7 @@ import asyncio, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False))
-from arealite.impl.launcher import warm_starts
+from arealite.ext.warm_start import starts as warm_starts
 
 warm = warm_starts.fork_here()
 print("supervisor", os.getpid(), warm.process.pid, flush=True)
@@ -176,7 +176,7 @@ ENDS = {
     "leaves a file open": ("import os\nfile = open(os.dup(1), 'w')\nfile.write('text')", 0),
     "leaves a frozen file open": (
         "import os\n"
-        "from arealite.impl.launcher import warm_parent\n"
+        "from arealite.ext.warm_start import parent as warm_parent\n"
         "file = open(os.dup(1), 'w')\n"
         "file.write('text')\n"
         "warm_parent.freeze()",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.impl.client import connections
-from arealite.impl.client.connections import Connection, Endpoint, Pool
+from arealite.impl.client.connections import Connection, Pool, ServerEndpoint
 from tests.waiting import eventually
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -54,7 +54,7 @@ class ByteServer:
             writer.close()
 
 
-Site = tuple[Pool, Endpoint]
+Site = tuple[Pool, ServerEndpoint]
 
 
 @pytest.fixture
@@ -65,7 +65,10 @@ def site() -> Callable[..., Any]:
         async with listening:
             port = listening.sockets[0].getsockname()[1]
             pool = Pool(30.0, limit=limit)
-            yield pool, Endpoint(f"http://127.0.0.1:{port}/generate", {"Authorization": "Bearer s"})
+            yield (
+                pool,
+                ServerEndpoint(f"http://127.0.0.1:{port}/generate", {"Authorization": "Bearer s"}),
+            )
             pool.close()
 
     return start
@@ -222,7 +225,7 @@ async def test_connection_that_is_not_accepted_times_out(monkeypatch) -> None:
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
     with pytest.raises(TimeoutError, match=r"no connection within 0\.01 s"):
-        await Pool(0.01, limit=1).post(Endpoint("http://127.0.0.1:1/generate", {}), b"{}")
+        await Pool(0.01, limit=1).post(ServerEndpoint("http://127.0.0.1:1/generate", {}), b"{}")
 
 
 async def test_parts_of_a_body_are_passed_on_as_they_arrive() -> None:

@@ -6,14 +6,14 @@ import asyncio
 
 from arealite.base.errors import DeadlineError
 from arealite.impl.client import server_choice
-from arealite.impl.client.server_choice import Router, Server
+from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.system.health.waits import Wait
 
 
 def router(*versions: int, alive: bool = True) -> Router:
     made = Router()
     for index, version in enumerate(versions):
-        server = Server(
+        server = LLMServerState(
             id=f"s{index}", address=f"http://127.0.0.1:{9000 + index}", version=version, alive=alive
         )
         made.servers[server.id] = server
@@ -65,10 +65,10 @@ def test_number_of_remembered_groups_is_bounded(monkeypatch) -> None:
 
 
 async def test_lost_server_interrupts_its_waits() -> None:
-    server = Server(id="s", address="http://127.0.0.1:9", alive=True)
+    server = LLMServerState(id="s", address="http://127.0.0.1:9", alive=True)
 
     async def ask() -> None:
-        with Wait(what="an answer", owner="llm client", seconds=60) as wait:
+        with Wait(event="an answer", owner="llm client", seconds=60) as wait:
             server.waits[wait] = None
             await asyncio.Event().wait()
 

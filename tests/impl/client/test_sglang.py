@@ -113,13 +113,13 @@ async def test_waits_show_server_and_generation(site) -> None:
         tasks = [asyncio.create_task(s.generate(f"g{n}")) for n in range(2)]
         for server in s.servers:
             await server.held(1)
-        shown = {(w.what, w.owner, w.on) for w in table if w.what.startswith("generation")}
+        shown = {(w.event, w.owner, w.on) for w in table if w.event.startswith("generation")}
         assert {what for what, _, _ in shown} == {"generation g0/0", "generation g1/0"}
         assert {on for _, _, on in shown} == {"llm_server-s0", "llm_server-s1"}
         assert {owner for _, owner, _ in shown} == {"llm client"}
         waiting = asyncio.create_task(s.generate("late", min_version=9))
         await asyncio.sleep(0)
-        assert ("generation late/0", "llm_server") in {(w.what, w.on) for w in table}
+        assert ("generation late/0", "llm_server") in {(w.event, w.on) for w in table}
         for task in (*tasks, waiting):
             task.cancel()
         await asyncio.wait([*tasks, waiting])

@@ -11,7 +11,7 @@ from arealite.base.errors import InvariantError
 from arealite.impl.client import sglang_messages
 
 
-def answer(ids: list[int], **meta: object) -> sglang_messages.Answer:
+def answer(ids: list[int], **meta: object) -> sglang_messages.GenerateAnswer:
     body = {
         "text": "x",
         "output_ids": ids,

@@ -18,9 +18,9 @@ import torch
 from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
 from arealite.base.errors import UserError
-from arealite.ext.models.tree_attention import PrefixTree
 from arealite.impl.engine import attention
 from arealite.impl.engine.micro_batches import collate
+from arealite.impl.engine.packed_rows import PrefixTree
 from tests.impl.engine.helpers import assert_close, gradients, make_engine, make_rows
 from tests.models import tiny_model
 

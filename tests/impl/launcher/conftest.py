@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 
-from arealite.ext.audit.audit import AuditReport, Balance
-from arealite.impl.launcher import local, supervisor
+from arealite.ext.audit import audit as audit_module
+from arealite.ext.audit.audit import AuditReport, LedgerBalance
+from arealite.impl.launcher import supervisor
 from arealite.system.health import waits
 from arealite.system.health.diagnosis import examine
 
-NONE = Balance(offered=0, trained=0, filtered=0, buffered=0, in_flight=0)
+NONE = LedgerBalance(offered=0, trained=0, filtered=0, buffered=0, in_flight=0)
 BALANCED = AuditReport(
     groups=NONE,
     tokens=NONE,
@@ -32,7 +33,7 @@ BALANCED = AuditReport(
 @pytest.fixture(autouse=True)
 def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the audit, because scripted roles write no ledger."""
-    monkeypatch.setattr(local, "audit", lambda ledger, **_: BALANCED)
+    monkeypatch.setattr(audit_module, "audit", lambda ledger, **_: BALANCED)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.impl.launcher import local
+from arealite.ext.audit import audit as audit_module
 from tests.impl.launcher.conftest import BALANCED
 from tests.impl.launcher.test_local import ScriptedLauncher, launched, trains
 
@@ -56,7 +56,7 @@ def test_incomplete_run_exits_nonzero(
             raise report
         return report
 
-    monkeypatch.setattr(local, "audit", audited)
+    monkeypatch.setattr(audit_module, "audit", audited)
     ended, shown, end = closed(tmp_path, code, *lines)
     is_good = code == 0 or (code == 130 and "balance" in reason)
     assert ended == (1 if is_good else code), "a worse end keeps its code"
@@ -71,14 +71,14 @@ def test_later_evaluation_with_a_result_replaces_one_without(tmp_path: Path) -> 
 def test_sidecar_of_torchrun_does_not_count_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
+    monkeypatch.setattr(audit_module, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
     assert closed(tmp_path, 0, is_sidecar=True)[0] == 0
 
 
 def test_trainer_that_another_process_ends_early_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
+    monkeypatch.setattr(audit_module, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
     scripts = {"datapipe": "pass", "rollout": "pass", "trainer": trains(1)}
     code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, steps=3))
     assert code == 1

@@ -1,4 +1,4 @@
-"""The reason of a death is read from real output of Python and C code."""
+"""The reason of a death: the record of a process of ours, and a line of other programs' output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arealite.impl.launcher.exit_reason import exit_reason
-from arealite.impl.launcher.processes import spawn
+from arealite.impl.launcher.processes import Child, how_ended, spawn
 
 GROUP = """
 import asyncio
@@ -100,23 +100,33 @@ print("\\n".join(f"[rank1]: {line}" for line in lines), file=sys.stderr)
 sys.exit(1)
 """
 ON_PURPOSE = """
-import sys
 from arealite.base.errors import RoleError
+raise ExceptionGroup("in a TaskGroup", [RoleError("datapipe is gone")])
+"""
+OURS = """
+import sys, types
 from arealite.cli import main
-import types
 module = types.ModuleType("fails")
-def fails(argv):
-    raise ExceptionGroup("in a TaskGroup", [RoleError("datapipe is gone")])
-module.main = fails
+module.main = lambda argv: exec({script!r}, {{"__name__": "__main__"}})
 sys.modules["fails"] = module
 sys.exit(main.run("fails", []))
 """
+"""A command of ours whose function runs a script."""
 
 
 def output(script: str, *options: str) -> tuple[str, int]:
     command = [sys.executable, *options, "-c", script]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.stdout, done.returncode
+
+
+async def death(script: str, folder: Path, *, is_ours: bool = True) -> Child:
+    """Return a child that has ended."""
+    code = OURS.format(script=script) if is_ours else script
+    command = [sys.executable, "-c", code]
+    child = await spawn("rollout-0", command, log=folder / "rollout-0.log", environment={})
+    await child.process.wait()
+    return child
 
 
 @pytest.mark.parametrize(
@@ -130,28 +140,64 @@ def output(script: str, *options: str) -> tuple[str, int]:
         (IN_AN_EXPRESSION, "TypeError: unsupported operand type(s) for |: 'int' and 'NoneType'"),
         (MULTILINE, "RuntimeError: what there is to say"),
         (SYNTAX, "SyntaxError: invalid syntax"),
-        (SYNTAX_OF_THE_SCRIPT, "SyntaxError: invalid syntax"),
         (IGNORED, "ValueError: the reason"),
         (LOGGED, "ValueError: the reason"),
         (JSON, "ValueError: the reason"),
-        (MANY, "ValueError: 14"),
-        (DEEP, "KeyError: 'shown'"),
+        (MANY, "ValueError: 19"),
+        (DEEP, "ValueError: the leaf"),
+        (ON_PURPOSE, "datapipe is gone"),
+    ],
+)
+async def test_process_of_ours_records_its_reason(script: str, reason: str, tmp_path: Path) -> None:
+    child = await death(script, tmp_path)
+    assert child.exit_summary == f"rollout-0 died ({how_ended(child.code)}: {reason})"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("raise KeyError", "KeyError"),
+        (GROUP, "RuntimeError: task 2 failed"),
+        (NESTED, "FileNotFoundError: [Errno 2] is gone"),
+        (NOTES, "ValueError: the first line"),
+        (CHAINED, "LookupError: nothing to read"),
+        (IN_AN_EXPRESSION, "TypeError: unsupported operand type(s) for |: 'int' and 'NoneType'"),
+        (SYNTAX_OF_THE_SCRIPT, "SyntaxError: invalid syntax"),
+        (LOGGED, "ValueError: the reason"),
         (RANK, "ValueError: of one rank"),
-        (ON_PURPOSE, "error: datapipe is gone"),
         ("import sys; sys.exit('a message of its own\\n\\n')", "a message of its own"),
         ("import sys; print('the last line\\n \\n'); sys.exit(7)", "the last line"),
         ("import sys; sys.exit(7)", ""),
     ],
 )
-def test_reason_is_the_line_of_the_last_real_exception(script: str, reason: str) -> None:
+def test_reason_of_another_program_is_a_line_of_its_output(script: str, reason: str) -> None:
     text, code = output(script)
     assert exit_reason(text, code) == reason, text
 
 
 def test_reason_is_found_before_output_of_other_processes() -> None:
-    text, code = output(GROUP)
+    text, code = output(CHAINED)
     text += "[W] destroy_process_group() was not called\nresource_tracker: 1 leaked semaphore\n"
-    assert exit_reason(text, code) == "RuntimeError: task 2 failed"
+    assert exit_reason(text, code) == "LookupError: nothing to read"
+
+
+async def test_record_of_an_earlier_process_is_not_read(tmp_path: Path) -> None:
+    first = await death("raise ValueError('first')", tmp_path)
+    assert first.exit_summary.endswith("ValueError: first)")
+    second = await death("import os; os._exit(9)", tmp_path)
+    assert second.exit_summary == "rollout-0 died (exit code 9)"
+
+
+async def test_child_of_a_failing_process_writes_no_record_for_it(tmp_path: Path) -> None:
+    """The variable ends with the process that it names."""
+    script = (
+        "import subprocess, sys, os\n"
+        "assert 'AREALITE_EXIT_RECORD' not in os.environ\n"
+        "subprocess.run([sys.executable, '-m', 'arealite', 'audit', '/no/such/run'])\n"
+        "raise ValueError('of the parent')\n"
+    )
+    child = await death(script, tmp_path)
+    assert child.exit_summary.endswith("ValueError: of the parent)")
 
 
 @pytest.mark.parametrize(
@@ -190,34 +236,32 @@ def test_reason_of_a_kill_is_no_exception_that_was_logged_before() -> None:
     assert exit_reason(text, -signal.SIGKILL) == ""
 
 
-def test_long_reason_is_cut() -> None:
+async def test_long_reason_is_cut(tmp_path: Path) -> None:
+    child = await death("raise ValueError('x' * 100_000)", tmp_path)
+    assert len(child.exit_summary) < 600
     text, code = output("raise ValueError('x' * 100_000)")
     assert len(exit_reason(text, code)) == 500
 
 
 async def test_death_names_the_exception_and_no_border(tmp_path: Path) -> None:
-    command, log = [sys.executable, "-c", NESTED], tmp_path / "log"
-    log.write_text("ValueError: of an earlier process\n")
-    child = await spawn("rollout-0", command, log=log, environment={})
-    await child.process.wait()
+    (tmp_path / "rollout-0.log").write_text("ValueError: of an earlier process\n")
+    child = await death(NESTED, tmp_path)
     reason = "FileNotFoundError: [Errno 2] is gone"
     assert child.exit_summary == f"rollout-0 died (exit code 1: {reason})"
     assert "+----" not in child.exit_summary and reason in child.exit_report
 
 
-async def test_obituary_has_a_reason_far_above_the_last_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_obituary_has_a_reason_far_above_the_last_lines(
+    is_ours: bool, tmp_path: Path
+) -> None:
     script = "import atexit\natexit.register(lambda: print('bye\\n' * 50))\nraise ValueError('why')"
-    child = await spawn(
-        "rollout-0", [sys.executable, "-c", script], log=tmp_path / "log", environment={}
-    )
-    await child.process.wait()
+    child = await death(script, tmp_path, is_ours=is_ours)
     assert re.search(r"\n    ValueError: why\n    \.\.\.\n(    bye\n?)+$", child.exit_report)
 
 
-async def test_death_is_read_from_the_end_of_a_long_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_death_is_read_from_the_end_of_a_long_log(is_ours: bool, tmp_path: Path) -> None:
     script = "print(('word ' * 20 + '\\n') * 50_000, flush=True)\nraise ValueError('why')"
-    child = await spawn(
-        "rollout-0", [sys.executable, "-c", script], log=tmp_path / "log", environment={}
-    )
-    await child.process.wait()
+    child = await death(script, tmp_path, is_ours=is_ours)
     assert child.exit_summary == "rollout-0 died (exit code 1: ValueError: why)"

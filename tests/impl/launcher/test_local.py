@@ -22,8 +22,9 @@ from arealite.api.launcher import LauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
+from arealite.ext.audit import audit as audit_module
 from arealite.ext.audit.audit import audit
-from arealite.impl.launcher import local, processes, supervisor
+from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
 from tests.waiting import has_exited, until, until_exited
@@ -140,7 +141,7 @@ def test_audit_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest
         threads.append(threading.current_thread())
         raise UserError("there is no ledger")
 
-    monkeypatch.setattr(local, "audit", looks)
+    monkeypatch.setattr(audit_module, "audit", looks)
     code, shown, _ = run(tmp_path, datapipe="pass", rollout="pass", trainer="pass")
     assert code == 1 and "no audit: there is no ledger" in shown
     assert threads and threads[0] is not threading.main_thread()
@@ -178,7 +179,7 @@ def test_line_of_a_deliberate_error_is_shown_alone(tmp_path: Path):
 def test_death_without_output_suggests_a_full_disk_and_missing_ledger_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(local, "audit", audit)
+    monkeypatch.setattr(audit_module, "audit", audit)
     dying = "import sys; sys.exit(3)"
     code, shown, _ = run(tmp_path, datapipe=dying, rollout=UNTIL_TERM, trainer=UNTIL_TERM)
     assert code == 3

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from arealite.ext.view import panel as panel_module
 from arealite.impl.launcher import progress as progress_module
-from arealite.impl.launcher.progress import Progress
+from arealite.impl.launcher.progress import RunProgress
 from tests.system.health.run_folder import Run
 from tests.system.health.run_folder import line as line_of
 from tests.terminals import Screen, Terminal, terminal
@@ -27,7 +28,7 @@ def line(step: int, *, at: float, **metrics: float) -> str:
 def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "metrics.jsonl"
     file.write_text(line(0, at=1.0))
-    progress = Progress(file, total_steps=3, every=1)
+    progress = RunProgress(file, total_steps=3, every=1)
     progress.poll()
     assert capsys.readouterr().out == "", "an earlier run's line"
     with file.open("a") as output:
@@ -41,7 +42,7 @@ def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_rewritten_file_is_read_from_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line(step, at=1.0, note=1.5) for step in range(9)))
-    progress = Progress(file, total_steps=9, every=1)
+    progress = RunProgress(file, total_steps=9, every=1)
     progress.poll()
     shorter = tmp_path / "new"
     shorter.write_text(line(0, at=1.0) + line(1, at=2.0))
@@ -52,17 +53,17 @@ def test_rewritten_file_is_read_from_its_start(tmp_path: Path, capsys: pytest.Ca
 
 def test_log_lines_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = "cannot read [/data/tools.json] of ROLES[role] :smile:"
-    Progress(tmp_path / "m", 3).say(text)
+    RunProgress(tmp_path / "m", 3).say(text)
     assert capsys.readouterr().out == text + "\n"
 
 
 def test_evaluation_has_a_separate_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/reward": 0.25})
+    RunProgress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/reward": 0.25})
     assert capsys.readouterr().out == "eval at step 2: held-out reward 0.250\n"
 
 
 def test_offline_run_has_its_total_in_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    progress = Progress(tmp_path / "m", 100, evaluates=True)
+    progress = RunProgress(tmp_path / "m", 100, evaluates=True)
     progress.show({"step": 0, "time": 0.0, "eval/loss": 2.5})
     line = {"time": 0.0, "train/epoch": 0.0, "train/total_steps": 2.0, "train/loss": 1.25}
     progress.show({"step": 1, **line})
@@ -79,7 +80,7 @@ def test_offline_run_has_its_total_in_each_step(tmp_path: Path, capsys: pytest.C
 
 
 def test_run_with_evaluations_is_finished_after_the_last(tmp_path: Path):
-    plain, evaluates = (Progress(tmp_path / "m", 3, evaluates=each) for each in (False, True))
+    plain, evaluates = (RunProgress(tmp_path / "m", 3, evaluates=each) for each in (False, True))
     for progress in (plain, evaluates):
         progress.show({"step": 1, "time": 0.0, "eval/reward": 0.25})
         assert not progress.finished
@@ -92,7 +93,7 @@ def test_run_with_evaluations_is_finished_after_the_last(tmp_path: Path):
 def test_evaluation_whose_samples_all_failed_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    progress = Progress(tmp_path / "m", 3, evaluates=True)
+    progress = RunProgress(tmp_path / "m", 3, evaluates=True)
     progress.show({"step": 3, "time": 0.0, "eval/failed": 16.0, "eval/num_prompts": 16.0})
     assert progress.finished
     assert capsys.readouterr().out == "eval at step 3: every sample failed\n"
@@ -102,7 +103,7 @@ def test_lines_of_a_host_whose_clock_is_behind_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file, now = tmp_path / "metrics.jsonl", time.time()
-    progress = Progress(file, total_steps=2, every=1)
+    progress = RunProgress(file, total_steps=2, every=1)
     file.write_text(line(0, at=now - 3600) + line(1, at=now - 7200))
     progress.poll()
     assert len(capsys.readouterr().out.splitlines()) == 2 and progress.trained
@@ -121,7 +122,7 @@ from tests.waiting import until
 
 root = Path(sys.argv[1])
 module.DRAW_S, module.LAST_S = 0.05, 60.0
-progress = module.Progress(root / "metrics.jsonl", 3, every=1)
+progress = module.RunProgress(root / "metrics.jsonl", 3, every=1)
 def trained(step):
     with (root / "metrics.jsonl").open("a") as file:
         file.write((root / f"step-{step}").read_text())
@@ -221,7 +222,8 @@ def test_output_without_a_panel_has_lines(run: Run, environment: dict[str, str])
 
 
 def test_panel_that_fails_shows_its_error_and_the_run_continues(run: Run):
-    broken = SHOWN.replace("root =", "module.RunReader.read = lambda self: 1 / 0\nroot =")
+    breaks = "from arealite.ext.view.snapshot import RunReader\nRunReader.read = lambda self: 1 / 0"
+    broken = SHOWN.replace("root =", f"{breaks}\nroot =")
     with terminal(["-c", broken.replace("BODY", "trained(2)"), str(run.paths.root)]) as on:
         on.until("no panel: ZeroDivisionError")
         go_on(run)
@@ -268,11 +270,11 @@ def test_missing_disk_delays_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
             waited.append(told.wait(60))
             raise OSError("away")
 
-    monkeypatch.setattr(progress_module, "RunReader", Away)
+    monkeypatch.setattr(panel_module, "RunReader", Away)
     monkeypatch.setattr(progress_module, "DRAW_S", 0.01)
     monkeypatch.setattr(progress_module, "LAST_S", 60.0)
     monkeypatch.setattr(progress_module.Terminal, "is_drawable", True)
-    progress = Progress(tmp_path / "metrics.jsonl", 3)
+    progress = RunProgress(tmp_path / "metrics.jsonl", 3)
     progress._terminal.is_interactive = True
     with progress.shown():
         assert asked.wait(60)

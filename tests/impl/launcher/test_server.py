@@ -17,11 +17,11 @@ RUN = """
 import sys
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.launcher import server, supervisor
+from arealite.impl.launcher import server_supervisor, supervisor
 supervisor.PAUSES_S = (0.0, 0.02)
-server.TERMINATE_S = float(sys.argv[3])
+server_supervisor.TERMINATE_S = float(sys.argv[3])
 config = ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1]))
-sys.exit(server.supervise(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))
+sys.exit(server_supervisor.supervise(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))
 """
 BEGIN = """
 import os, signal, sys, threading

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from arealite.cli.main import main
-from arealite.ext.view import explain
+from arealite.system.health import explain
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.waiting import spawned, until
 
@@ -46,11 +46,11 @@ SERVER = """
 import os, sys
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.launcher import server, supervisor
+from arealite.impl.launcher import server_supervisor, supervisor
 supervisor.PAUSES_S = (0.0, 600.0)
 names = {"name_root": os.environ["NAMES"]}
 config = ServerConfig(experiment_name="e", trial_name="t", cluster=ClusterConfig(**names))
-sys.exit(server.supervise(config, [sys.executable, "-c", CHILD]))
+sys.exit(server_supervisor.supervise(config, [sys.executable, "-c", CHILD]))
 """
 KINDS = ("datapipe", "rollout", "trainer")
 LONG_S = 600.0

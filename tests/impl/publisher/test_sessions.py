@@ -11,6 +11,7 @@ import pytest
 
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
+from arealite.impl.publisher.servers import ServersUpdate
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, paths, servers
 from tests.waiting import eventually
@@ -29,8 +30,10 @@ class TwoParts(DiskPublisher):
                 body = {"names": [name], "group_name": GROUP}
                 await server.update(PATH, body, version=number)
 
-        async with self.updating([server], version) as on_all:
-            await on_all(send)
+        update = ServersUpdate(self, [server], version)
+        await update.pause()
+        await update.send(send)
+        await update.finish()
 
 
 @pytest.fixture(autouse=True)

@@ -285,7 +285,7 @@ async def test_running_episode_is_a_wait_for_its_environment() -> None:
     playing = asyncio.create_task(made.run(lease(3, prompt="ok"), 1))
     await client.received(1)
     (wait,) = made._running
-    assert (wait.what, wait.on) == ("episode g3/1 (train-3)", "environment world")
+    assert (wait.event, wait.on) == ("episode g3/1 (train-3)", "environment world")
     client.gate.set()
     await playing
     assert not made._running

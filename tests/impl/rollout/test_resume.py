@@ -115,7 +115,7 @@ async def test_turns_of_a_killed_worker_are_not_sampled_again(
     )
 
     def kept() -> dict[int, int]:
-        with closing(connect(pipe.store.ledger.path, read_only=True)) as db:
+        with closing(connect(pipe.machine.store.ledger.path, read_only=True)) as db:
             rows = db.execute("SELECT idx, payload FROM turns WHERE group_id = 'g0'").fetchall()
         return {index: len(decode_turn(blob).response.output_ids) for index, blob in rows}
 

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arealite.api.episode import RECENT, Record
+from arealite.api.episode import RECENT, EpisodeRecord
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.trajectory import Segment
@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
 def segments_of(*given: Given) -> list[Segment]:
     """Return the segments of turns that were sampled one after the other."""
-    record = Record()
+    record = EpisodeRecord()
     for prompt, output, reward, version, temperature in given:
         turn = record.begin(prompt, SamplingConfig(temperature=temperature))
         turn.reward, count = reward, len(output)
@@ -107,12 +107,17 @@ class Sent(NamedTuple):
 
 
 @st.composite
-def sessions(draw) -> tuple[Record, list[Sent]]:
+def sessions(draw) -> tuple[EpisodeRecord, list[Sent]]:
     """Draw a session: turns that extend any turn, retries, rewrites, concurrent and lost turns.
 
     The logprob of each sampled token is a number of its own.
     """
-    record, sent, open_turns, numbers = Record(), list[Sent](), list[Sent](), itertools.count(1)
+    record, sent, open_turns, numbers = (
+        EpisodeRecord(),
+        list[Sent](),
+        list[Sent](),
+        itertools.count(1),
+    )
     for _ in range(draw(st.integers(1, 10))):
         prompt = draw(some)
         if sent:
@@ -140,7 +145,7 @@ def sessions(draw) -> tuple[Record, list[Sent]]:
 
 
 def finish(
-    record: Record, turn: Turn, ids: list[int], numbers: Iterator[int], version: int = 0
+    record: EpisodeRecord, turn: Turn, ids: list[int], numbers: Iterator[int], version: int = 0
 ) -> None:
     """Add the answer of a turn to the record."""
     logprobs = [-float(next(numbers)) for _ in ids]
@@ -156,7 +161,7 @@ def finish(
 @ANY_PACE
 @given(sessions())
 def test_each_sampled_token_is_trained_once_under_the_prompt_that_was_sent(
-    session: tuple[Record, list[Sent]],
+    session: tuple[EpisodeRecord, list[Sent]],
 ) -> None:
     record, sent = session
     segments = make_segments(record.turns)
@@ -185,7 +190,7 @@ def test_each_sampled_token_is_trained_once_under_the_prompt_that_was_sent(
 
 
 def test_only_the_last_of_many_branches_keep_their_json() -> None:
-    record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
+    record, numbers, sampling = EpisodeRecord(), itertools.count(1), SamplingConfig()
     root = [*range(1000)]
     for at in range(3 * RECENT):
         finish(record, record.begin([*root, at], sampling), [7], numbers)
@@ -201,7 +206,7 @@ def test_only_the_last_of_many_branches_keep_their_json() -> None:
 
 
 def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
-    record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
+    record, numbers, sampling = EpisodeRecord(), itertools.count(1), SamplingConfig()
     for prompt, origin in [
         ([1, 2], None),
         ([1, 2, 7, 3], None),
@@ -224,7 +229,7 @@ def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
 
 
 def test_segment_continues_at_the_turn_before_a_dropped_one() -> None:
-    record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
+    record, numbers, sampling = EpisodeRecord(), itertools.count(1), SamplingConfig()
     finish(record, record.begin([1], sampling), [5], numbers)
     lost = record.begin([1, 5, 2], sampling)
     finish(record, lost, [6], numbers)
@@ -236,7 +241,7 @@ def test_segment_continues_at_the_turn_before_a_dropped_one() -> None:
 
 
 def test_long_session_is_one_segment_and_keeps_its_tokens_once() -> None:
-    record, numbers, prompt = Record(), itertools.count(1), [1]
+    record, numbers, prompt = EpisodeRecord(), itertools.count(1), [1]
     for _ in range(2000):
         turn = record.begin(prompt, SamplingConfig())
         finish(record, turn, [5, 6], numbers)

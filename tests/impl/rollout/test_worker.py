@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from arealite.api.episode import Record
+from arealite.api.episode import EpisodeRecord
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.api.turns import encode_turn
@@ -20,7 +20,7 @@ from arealite.base.errors import EpisodeError, InvariantError, RoleError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.health import vitals
-from arealite.system.links.worker_link import Turns
+from arealite.system.links.worker_link import EpisodeTurns
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds
@@ -34,7 +34,7 @@ class FakeLink:
         self.submitted: list[tuple[Episode, list[bytes]]] = []
         self.drained = asyncio.Event()
         self.metrics: Callable[[], dict[str, float]] = dict
-        self.progress: Callable[[bool], Iterable[Turns]] = lambda anew: ()
+        self.progress: Callable[[bool], Iterable[EpisodeTurns]] = lambda anew: ()
         self.turns: dict[str, list[bytes]] = {}
         self.seen = asyncio.Event()
         self.error: Exception | None = None
@@ -149,7 +149,7 @@ async def test_lease_with_recorded_turns_resumes_and_is_counted() -> None:
 async def test_recorded_turns_are_sent_only_to_a_new_datapipe() -> None:
     async with running("counter") as (_, link, client, _task):
         client.gate.clear()
-        turn = Record().begin([3, 4], SamplingConfig())
+        turn = EpisodeRecord().begin([3, 4], SamplingConfig())
         turn.response = response([10, 11])
         header = TurnHeader(member=0, seat="agent", index=0, oldest_version=1)
         work = msgspec.structs.replace(lease(1, prompt="01"), turns=[header])

@@ -147,7 +147,7 @@ def waits_for_servers() -> Iterator[None]:
 async def test_server_is_shown_as_starting_and_restarting_until_it_answers(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shown = lambda: [w.what for w in waits.table if w.owner == waits.SUPERVISOR]  # noqa: E731
+    shown = lambda: [w.event for w in waits.table if w.owner == waits.SUPERVISOR]  # noqa: E731
     monkeypatch.setattr(sglang_process, "PAUSES_S", (600.0,))
     settings = quick_config(program, model_folder)
     limit = settings.llm_server.sglang.max_restarts
@@ -256,7 +256,7 @@ async def test_server_is_given_up_after_max_restarts(
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await task
     (wait,) = [each for each in waits.table if each.owner == waits.SUPERVISOR]
-    assert wait.what == "given up after 3 deaths"
+    assert wait.event == "given up after 3 deaths"
     assert " died (exit code 9: " in wait.detail and "\n" not in wait.detail, "the last death"
     assert wait.on.startswith("llm_server-127.0.0.1-")
     (end,) = [e for e in events if e["event"] == "server given up"]

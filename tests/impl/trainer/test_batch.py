@@ -15,7 +15,7 @@ from arealite.api import trainer_messages as messages
 from arealite.api.algorithm import LossConfig
 from arealite.api.trainer import PPOConfig
 from arealite.base.errors import InvariantError
-from arealite.impl.trainer.batch import Unusable, make_rows, make_train_batch
+from arealite.impl.trainer.batch import UnusableGroups, make_rows, make_train_batch
 from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
@@ -126,7 +126,7 @@ def test_unusable_groups_are_reported_with_the_reason() -> None:
     bad = [(longer, parts), (header("b/0/agent", no_prefix, reward=0.0), no_prefix)]
     made, payloads = batch([*whole, *bad, (garbage, parts)])
     payloads[-1] = b"garbage"
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(UnusableGroups) as raised:
         make_train_batch(made, payloads, CONFIG, rank=0, world_size=1)
     found = raised.value.groups
     assert found.pop("c").startswith("unreadable")

@@ -10,7 +10,7 @@ import pytest
 
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
-from arealite.ext.view.snapshot import is_step
+from arealite.impl.logger.metrics_file import is_step
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from tests.impl.trainer.trajectories import batch, group, header, segment

@@ -21,7 +21,7 @@ def test_collective_is_a_numbered_wait_in_the_wait_table(monkeypatch: pytest.Mon
 
     def all_reduce(*_: Any, **__: Any) -> None:
         (wait,) = (wait for wait in list(waits.table) if wait.on == OTHER_RANKS)
-        seen.append((wait.what, wait.on, waits.counters["collectives"]))
+        seen.append((wait.event, wait.on, waits.counters["collectives"]))
 
     monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
     waits.counters.clear()

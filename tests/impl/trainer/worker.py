@@ -40,7 +40,7 @@ def algorithm(kind: str) -> dict[str, Any]:
     """Return a config with all options enabled."""
     return {
         "reward": ShapingConfig(scale=0.5, overlong_buffer=4),
-        "advantage": AdvantageConfig(type=kind, normalize=True),  # type: ignore[arg-type]
+        "advantage": AdvantageConfig(type=kind, normalize=True),
         "loss": LossConfig(
             m2_threshold=0.05,
             entropy_coef=0.01 if kind == "gae" else 0.0,

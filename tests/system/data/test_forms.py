@@ -13,7 +13,7 @@ import pytest
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.system.data import chats
+from arealite.ext.offline import rows as chats
 from arealite.system.data.dataset import identity, load_tasks
 from arealite.system.data.forms import boxed, chat_form, chat_row, task_form
 from arealite.system.data.sources import read_rows

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from arealite.api.agent import AgentConfig
+from arealite.api.agent import AgentConfig, agents
 from arealite.api.agent_config import ChatConfig, MathCodeSingleStepConfig
 from arealite.api.collector_config import CollectorConfig
+from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import UserError
-from arealite.system.data import prompts
+from arealite.ext.math.env import MathEnv
+from arealite.impl.agent.chat import ChatAgent
 from arealite.system.data.prompts import check_rendering
 from tests.fakes.chat_families import tokenizer_of
 
@@ -44,6 +46,7 @@ def check(family: str, *rows: Any, config: Any = None) -> list[str]:
 
 
 LATE = ask("user: a", "assistant: b", "system: c", "user: d")
+TEMPLATED = ["chat", "math_code_single_step", "reasoning", "tool_use"]
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "late system": ("deepseek_v3", LATE, "leaves out message 3 (system) of its prompt"),
     "role": ("qwen3", ask("critic: a", "user: b"), "leaves out message 1 (critic)"),
@@ -56,7 +59,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-@pytest.mark.parametrize("agent", sorted(prompts.TEMPLATED))
+@pytest.mark.parametrize("agent", TEMPLATED)
 def test_prompt_that_is_not_rendered_as_written_is_refused(fault: str, agent: str) -> None:
     family, prompt, error = REFUSED[fault]
     with pytest.raises(UserError) as raised:
@@ -116,3 +119,14 @@ def test_system_prompt_of_an_agent_that_is_rendered_is_message_0() -> None:
     config = experiment(system_prompt="<|im_start|>")
     with pytest.raises(UserError, match=r"message 0 \(system\) of its prompt contains"):
         check("qwen3", "a", config=config)
+
+
+def test_derived_environment_uses_prompts_as_its_base_does() -> None:
+    envs.register("derived_math")(type("DerivedMath", (MathEnv,), {}))
+    with pytest.raises(UserError, match=r"leaves out message 3 \(system\)"):
+        check("deepseek_v3", LATE, config=experiment(env="derived_math"))
+
+
+def test_derived_agent_may_change_a_prompt_so_it_is_not_checked() -> None:
+    agents.register("derived_chat")(type("DerivedChat", (ChatAgent,), {}))
+    assert check("deepseek_v3", LATE, config=experiment("derived_chat")) == []

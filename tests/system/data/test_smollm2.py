@@ -10,8 +10,8 @@ from arealite.api.agent import load_tokenizer
 from arealite.base.errors import UserError
 from arealite.ext.offline.answers import turn_end
 from arealite.ext.offline.examples import ASSISTANT
+from tests.ext.offline.test_rows import encode
 from tests.smollm2 import smollm2
-from tests.system.data.test_chats import encode
 
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 QUESTION = {"role": "user", "content": "What is the capital of France?"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from arealite.api.collector_config import CollectorConfig, PartConfig
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
-from arealite.api.reward import FunctionRewardConfig, RewardConfig
+from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.games.config import MathEnvConfig
-from arealite.system.data.tasks import check_first_rows, load_split, shares
+from arealite.ext.rewards.config import FunctionRewardConfig
+from arealite.system.data.tasks import check_first_rows, load_split, reads_columns, shares
 from tests.system.data.test_dataset import jsonl
 
 
@@ -161,3 +162,30 @@ def test_columns_are_kept_for_the_parts_whose_reward_reads_them(tmp_path: Path) 
     first, second = load_split(config, "train")
     assert first.columns == {"question": "a", "answer": "#### 1", "difficulty": 3}
     assert (first.ground_truth, second.ground_truth, second.columns) == ("1", "3", {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimilarConfig:
+    """Options of another package with the names of some of ours, and other meanings."""
+
+    reward_from: str = "file"
+    reads_columns: bool = True
+    check_task: bool = False
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+@envs.register("similar")
+class Similar(Mute):
+    """An environment of another package."""
+
+
+def test_options_of_other_packages_with_names_of_ours_have_no_meaning(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, [{"prompt": "a", "ground_truth": "", "difficulty": 3}])
+
+    class Grown(EnvConfig):
+        similar = SimilarConfig()
+
+    env = Grown(type="similar")
+    assert not reads_columns(env)
+    with pytest.raises(UserError, match="no answer can be compared with ground_truth"):
+        check_first_rows(configured(parts={"a": PartConfig(env=env, train=file)}, rows=1))

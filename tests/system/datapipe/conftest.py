@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from arealite.api.datapipe_config import CurriculumConfig
 from arealite.api.task import Task
-from arealite.system.datapipe.group_store import OFF, GroupStore
+from arealite.api.task_sampler import TaskSampler
+from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.ledger import Ledger
 from tests.system.datapipe.stores import OpenStore, publish
@@ -28,7 +29,7 @@ def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open
         again: GroupStore | None = None,
         commits: bool = True,
         rows: Sequence[Task] = (),
-        curriculum: CurriculumConfig = OFF,
+        sampler: TaskSampler | None = None,
         **options: Any,
     ) -> GroupStore:
         """Open a new ledger at version 0, or that of `again`, as after a kill.
@@ -37,7 +38,7 @@ def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open
             again: The store whose process was killed.
             commits: Commit the state of `again` before.
             rows: The tasks; by default four.
-            curriculum: Config of the curriculum.
+            sampler: What chooses the tasks; by default a permutation in each epoch.
             **options: Of `experiment`.
         """
         file = tmp_path / f"{len(ledgers)}.sqlite"
@@ -47,13 +48,12 @@ def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open
             again.ledger.close()
             file = again.ledger.path
         ledgers.append(Ledger(file, fingerprint={}))
+        train = rows or tasks(4)
         store = GroupStore(
             ledgers[-1],
-            rows or tasks(4),
+            train,
             ppo=experiment(tmp_path, **options).trainer.ppo,
-            seed=1,
-            shuffle=True,
-            curriculum=curriculum,
+            sampler=sampler or Permutation(len(train), seed=1, shuffle=True),
         )
         if again is None:
             publish(store, 0)

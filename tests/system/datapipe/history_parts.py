@@ -21,9 +21,11 @@ from arealite.api.experiment_config import run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.trainer_messages import BatchRequest, Unusable
 from arealite.system.datapipe import group_store, idle_time, trainer_request_handler, workers
+from arealite.system.datapipe.effects import BeginTraining, Effect, FilterGroups, Outbox, Send
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.message_checks import Intake
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.trainer_request_handler import TrainerRequestHandler
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger import group as open_group
@@ -81,27 +83,39 @@ def event(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]
     return decorate
 
 
-class Writer:
-    """Commits on demand, and at once if a process is blocked until then."""
+class Pending(Outbox):
+    """Performs effects: at once, or on demand if they wait for a commit."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, sent: list[Any]) -> None:
+        super().__init__()
         self.ledger = ledger
-        self.callbacks: list[Callable[[], None]] = []
+        self.sent = sent
+        self.handler: TrainerRequestHandler | None = None
+        self.waiting: list[Effect] = []
 
-    def after_commit(self, callback: Callable[[], None], *, hurry: bool = False) -> None:
-        self.callbacks.append(callback)
+    def send(self, route: bytes, message: Any, payloads: Sequence[bytes] = ()) -> None:
+        self.sent.append(message)
+
+    def after_commit(self, effect: Effect | None, *, hurry: bool = False) -> None:
+        assert effect
+        self.waiting.append(effect)
         if hurry:
             self.commit()
 
     def commit(self) -> None:
-        callbacks = self.callbacks
-        self.callbacks = []
+        """Commit the ledger, and perform the effects that waited for it."""
+        waiting = self.waiting
+        self.waiting = []
         self.ledger.commit()
-        for callback in callbacks:
-            callback()
-
-    def take_busy_s(self) -> float:
-        return 0.0
+        assert self.handler
+        for effect in waiting:
+            match effect:
+                case Send():
+                    self.send(effect.route, effect.message)
+                case BeginTraining():
+                    self.handler.begin_training()
+                case FilterGroups():
+                    self.handler.filter_groups(effect)
 
 
 class Parts(RuleBasedStateMachine):
@@ -136,18 +150,20 @@ class Parts(RuleBasedStateMachine):
         fingerprint = {"group_size": str(len(MEMBERS))}
         self.ledger = Ledger(run_paths(self.config).ledger, fingerprint=fingerprint)
         ppo = self.config.trainer.ppo
-        self.store = GroupStore(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+        self.store = GroupStore(
+            self.ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True)
+        )
         evals = EvalScheduler([], samples=1, max_attempts=MAX_ATTEMPTS)
         self.workers = Workers(ttl_s=TTL_S)
-        self.writer: Any = Writer(self.ledger)
+        self.outbox = Pending(self.ledger, self.sent)
         self.handler = TrainerRequestHandler(
             store=self.store,
             evals=evals,
             config=self.config,
-            send=lambda _, message: self.sent.append(message),
+            outbox=self.outbox,
             workers=self.workers,
-            writer=self.writer,
         )
+        self.outbox.handler = self.handler
         self.intake = Intake(
             store=self.store,
             evals=evals,
@@ -162,7 +178,7 @@ class Parts(RuleBasedStateMachine):
         self.commit()
 
     def commit(self) -> None:
-        self.writer.commit()
+        self.outbox.commit()
         num_turns = sum(len(group.turns) for group in self.model.groups.values())
         assert (
             self.ledger.connection.execute("SELECT COUNT(*) FROM turns").fetchone()[0] == num_turns

@@ -17,10 +17,10 @@ from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.api.trainer_messages import Finish, Published, StepReport, Waiting
 from arealite.api.turns import Turn, encode_turn
 from arealite.base.errors import RoleError, UserError
-from arealite.system.datapipe import datapipe, trainer_request_handler
+from arealite.system.datapipe import machine, trainer_request_handler
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.links.trainer_link import TrainerLink
-from arealite.system.links.worker_link import Turns
+from arealite.system.links.worker_link import EpisodeTurns
 from tests.system.live import StartPipe, begin, finish, next_ids
 from tests.system.scenes import episode, experiment, failed, in_thread, payload, tasks
 from tests.waiting import eventually
@@ -40,8 +40,8 @@ async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
 
     async def turn_clock() -> None:
         while True:
-            if worker := pipe.workers.by_id.get(worker_id):
-                worker.last_seen -= pipe.workers.ttl_s
+            if worker := pipe.machine.workers.by_id.get(worker_id):
+                worker.last_seen -= pipe.machine.workers.ttl_s
             await asyncio.sleep(0.01)
 
     turning = asyncio.create_task(turn_clock())
@@ -65,12 +65,12 @@ async def test_run_over_inproc_trains_all_steps(start_pipe: StartPipe) -> None:
     for number in range(2):
         live.work(worker_id=f"w{number}", capacity=3)
     # A worker that joins later gets no Drain.
-    await eventually(lambda: len(live.pipe.workers.by_id) == 2)
+    await eventually(lambda: len(live.pipe.machine.workers.by_id) == 2)
     seen = await live.train(steps=6)
     await live.end()
     flat = [t for ids in seen for t in ids]
     assert len(flat) == 6 * 4 == len(set(flat))
-    assert live.pipe.store.counts["durable"] == 12
+    assert live.pipe.machine.store.counts["durable"] == 12
     context.term()
 
 
@@ -142,7 +142,7 @@ async def test_stop_ends_the_wait_for_an_evaluation(start_pipe: StartPipe) -> No
         begin(link)
         link.evaluate(0)
         assert link.eval_result(wait=True, on_wait=on_wait) is None
-        assert not live.pipe.requests.finish, "only the wait ends"
+        assert not live.pipe.machine.requests.finish, "only the wait ends"
         link.report(Finish(reason="asked to stop"))
 
     await live.trainer(body)
@@ -186,7 +186,7 @@ async def test_leases_lost_by_a_restarted_worker_count_as_attempts(start_pipe: S
     dying.cancel()
     await live.end()
     assert ids == ["g1/0/agent"]
-    assert live.pipe.store.counts["filtered:failed:worker_lost"] == 1
+    assert live.pipe.machine.store.counts["filtered:failed:worker_lost"] == 1
 
 
 async def test_too_many_failures_stop_the_run_and_name_the_first(start_pipe: StartPipe) -> None:
@@ -264,7 +264,7 @@ async def test_restart_repeats_the_batch_and_keeps_the_buffer(start_pipe: StartP
     first = await live.train(steps=3, finishes=False)
     await live.kill()
     await live.start()
-    workers = live.pipe.workers.by_id  # a worker that connects after the end gets no Drain
+    workers = live.pipe.machine.workers.by_id  # a worker that connects after the end gets no Drain
     await eventually(lambda: any(worker.route for worker in workers.values()), "the worker")
     second = await live.train(steps=3, first=1)
     await live.end()
@@ -284,7 +284,7 @@ async def test_stall_error_names_the_running_episode(start_pipe: StartPipe) -> N
     live = await start_pipe(pipe={"stall_timeout_s": 0.3})
     live.work(worker_id="mute", script=lambda lease, member: None)
     await live.begin()
-    await eventually(lambda: live.pipe.workers.by_id["mute"].in_flight == 8)
+    await eventually(lambda: live.pipe.machine.workers.by_id["mute"].in_flight == 8)
     match = r"stall_timeout_s.*8 on mute.*oldest g0"
     await live.refused(lambda link: link.next_batch(0), match=match)
 
@@ -304,7 +304,7 @@ async def test_checkpoint_newer_than_the_ledger_is_refused(start_pipe: StartPipe
 @pytest.fixture
 def early_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report slow episodes after a short wait."""
-    monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
+    monkeypatch.setattr(machine, "WAITING_S", 0.1)
     monkeypatch.setattr(trainer_request_handler, "REPORT_SHARE", 0.01)
 
 
@@ -374,7 +374,7 @@ async def test_turns_survive_restarts_of_worker_and_datapipe(start_pipe: StartPi
     starts = 1
     dying = live.work(worker_id="a", script=lambda lease, member: None)
 
-    def progress(anew: bool) -> Iterator[Turns]:
+    def progress(anew: bool) -> Iterator[EpisodeTurns]:
         if dying.leases and (anew or starts == 1):
             turns = [
                 TurnHeader(member=1, seat="agent", index=n, oldest_version=0) for n in range(starts)
@@ -384,7 +384,7 @@ async def test_turns_survive_restarts_of_worker_and_datapipe(start_pipe: StartPi
     dying.link.progress = progress
 
     def num_stored() -> int:
-        group = live.pipe.store.groups.get("g0")
+        group = live.pipe.machine.store.groups.get("g0")
         return len(group.turns.get(1, {})) if group else 0
 
     await eventually(lambda: num_stored() == 1)
@@ -423,7 +423,7 @@ async def test_unfinished_members_of_a_lease_survive_a_restart_of_all_roles(
         script=lambda lease, member: None if member else episode(lease, member, reward=member)
     )
 
-    def progress(anew: bool) -> Iterator[Turns]:
+    def progress(anew: bool) -> Iterator[EpisodeTurns]:
         if dying.leases:
             yield (
                 dying.leases[0],
@@ -434,7 +434,7 @@ async def test_unfinished_members_of_a_lease_survive_a_restart_of_all_roles(
     dying.link.progress = progress
 
     def is_stored() -> bool:
-        group = live.pipe.store.groups.get("g0")
+        group = live.pipe.machine.store.groups.get("g0")
         return bool(group and group.turns.get(1) and 0 in group.finished)
 
     await eventually(is_stored)

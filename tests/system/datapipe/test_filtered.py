@@ -122,7 +122,7 @@ async def test_filtered_groups_in_a_row_stop_the_run(
     live = await start_pipe(partial_group="drop", **stopped_at(12))
     live.work(script=script)
     error = await live.refused(request)
-    count = live.pipe.store.filtered.length
+    count = live.pipe.machine.store.filtered.length
     assert error.startswith(f"{count} groups in a row were filtered, and none was completed: ")
     assert f"{count} {reason}." in error and "(datapipe.max_filtered_groups=12)" in error
     assert 12 <= count < 12 + 2 * 3, "it stops before it leases further groups"
@@ -137,7 +137,7 @@ async def test_trainer_that_starts_again_restarts_the_count(start_pipe: StartPip
         live = await start_pipe(**stopped_at(12))
         live.work(script=equal)
         await live.refused(request)
-        counts.append(live.pipe.store.filtered.length)
+        counts.append(live.pipe.machine.store.filtered.length)
         totals.append(audit(run_paths(live.config).ledger).filtered_by_reason["zero_variance"])
         await live.close()
     assert totals[0] == counts[0] >= 12
@@ -163,7 +163,7 @@ async def test_without_a_bound_the_report_lasts_until_a_group_is_complete(
     def see(waiting: Waiting) -> bool:
         nonlocal is_equal
         if is_equal and reports():
-            assert live.pipe.store.filtered.length >= REPORTED_FROM
+            assert live.pipe.machine.store.filtered.length >= REPORTED_FROM
             published.extend(reports())
             details.extend([reports()[0].detail, waiting.detail])
             is_equal = False

@@ -167,7 +167,7 @@ class Peer:
         self.channel.send([frame, *payloads])
 
     async def rejected(self, count: int) -> None:
-        await eventually(lambda: self.pipe.requests.rejections.total() >= count)
+        await eventually(lambda: self.pipe.machine.requests.rejections.total() >= count)
 
     def messages(self, kind: type[Any]) -> list[Any]:
         found = [wire.decode_to_worker(frames[0]) for frames in self.got]
@@ -238,7 +238,7 @@ async def test_invalid_messages_are_counted_and_logged_once_per_sender(peer: Pee
         for frame in wrong:
             peer.say(frame)
         await peer.rejected(len(wrong))
-    assert peer.pipe.requests.rejections.total() == len(wrong)
+    assert peer.pipe.machine.requests.rejections.total() == len(wrong)
     assert [log["event"] for log in logs].count("message rejected") == 1
 
 
@@ -257,8 +257,8 @@ async def test_trainer_requests_without_a_ticket_change_nothing(peer: Peer) -> N
     ):
         peer.say(request)
     await peer.rejected(6)
-    assert peer.pipe.requests.finish is None
-    assert not peer.pipe.evals.runs
+    assert peer.pipe.machine.requests.finish is None
+    assert not peer.pipe.machine.evals.runs
 
 
 async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Peer) -> None:
@@ -274,7 +274,7 @@ async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Pee
     )
     peer.say(Result(worker_id="bad", episodes=[good, mixed]), payload(good.headers[0]))
     await peer.rejected(1)
-    assert 0 in peer.pipe.workers.by_id["bad"].leases[lease.lease_id].unfinished
+    assert 0 in peer.pipe.machine.workers.by_id["bad"].leases[lease.lease_id].unfinished
 
 
 def test_rejections_of_many_senders_take_bounded_memory() -> None:
@@ -323,7 +323,8 @@ async def test_unreadable_result_is_acknowledged_and_leased_again(
 
     monkeypatch.setattr(wire, "encode", cutting)
     monkeypatch.setattr(workers, "LEASE_ARRIVAL_S", 0.2)
-    worker, store = FakeWorker(lambda: peer.pipe.address, worker_id="cutter"), peer.pipe.store
+    worker = FakeWorker(lambda: peer.pipe.address, worker_id="cutter")
+    store = peer.pipe.machine.store
     working = asyncio.create_task(worker.run())
     await peer.rejected(1)
     await eventually(lambda: all(store.groups[name].state == "complete" for name in cut))
@@ -337,7 +338,7 @@ async def test_only_the_invalid_episode_of_a_result_is_lost(peer: Peer) -> None:
     good, bad = episode(lease, 0), episode(lease, 1)
     peer.say(Result(worker_id="bad", episodes=[bad, good]), b"garbage", payload(good.headers[0]))
     await peer.rejected(1)
-    group = peer.pipe.store.groups[lease.group_id]
+    group = peer.pipe.machine.store.groups[lease.group_id]
     assert list(group.finished) == [0]
     assert [failure[0] for failure in group.failures] == [1]
 
@@ -352,7 +353,7 @@ async def test_invalid_turns_are_not_stored(peer: Peer) -> None:
             *payloads,
         )
     await peer.rejected(3)
-    assert peer.pipe.store.groups[lease.group_id].turns == {}
+    assert peer.pipe.machine.store.groups[lease.group_id].turns == {}
 
 
 async def test_too_many_rejected_results_stop_the_run(start_pipe: StartPipe) -> None:
@@ -363,8 +364,9 @@ async def test_too_many_rejected_results_stop_the_run(start_pipe: StartPipe) -> 
     for lease in await peer.leased("bad"):
         made = [episode(lease, member) for member in lease.members]
         peer.say(Result(worker_id="bad", episodes=made))
-    await eventually(lambda: live.pipe._fatal is not None)
-    assert "max_failed_share" in str(live.pipe._fatal) and "rejected" in str(live.pipe._fatal)
+    await eventually(lambda: live.pipe.machine.error is not None)
+    error = str(live.pipe.machine.error)
+    assert "max_failed_share" in error and "rejected" in error
     peer.channel.close()
 
 
@@ -374,7 +376,7 @@ async def test_frame_above_the_limit_disconnects_its_sender(start_pipe: StartPip
     peer.say(Result(worker_id="w", episodes=[]), bytes(2 << 20))
     peer.say(WorkerState(worker_id="w", capacity=0, held=[], split_metrics={}, process="1"))
     await eventually(lambda: peer.messages(Ack))  # over the next connection
-    assert live.pipe.requests.rejections.total() == 0
+    assert live.pipe.machine.requests.rejections.total() == 0
     peer.channel.close()
     await live.begin()
     await live.trainer(lambda link: link.report(Finish(reason="over")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from arealite.api.trainer_messages import (
 )
 from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import trainer_request_handler
+from arealite.system.datapipe.effects import BeginTraining, Effect, FilterGroups, Outbox, Send
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
@@ -36,15 +38,28 @@ from tests.system.scenes import episode, experiment, payload, tasks
 ROUTE = b"route"
 
 
-class AtOnce:
-    """A writer that commits at once."""
+class AtOnce(Outbox):
+    """Performs each effect at once, and commits the ledger before those that wait for it."""
 
     def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
         self.ledger = ledger
+        self.sent: list[Any] = []
+        self.handler: TrainerRequestHandler | None = None
 
-    def after_commit(self, callback: Callable[[], None], *, hurry: bool) -> None:
+    def send(self, route: bytes, message: Any, payloads: Sequence[bytes] = ()) -> None:
+        self.sent.append(message)
+
+    def after_commit(self, effect: Effect | None, *, hurry: bool = False) -> None:
+        assert self.handler
         self.ledger.commit()
-        callback()
+        match effect:
+            case Send():
+                self.send(effect.route, effect.message)
+            case BeginTraining():
+                self.handler.begin_training()
+            case FilterGroups():
+                self.handler.filter_groups(effect)
 
 
 @pytest.fixture
@@ -52,18 +67,18 @@ def handler(tmp_path: Path) -> Iterator[TrainerRequestHandler]:
     """A handler at step 2: batches 0 and 1 are trained, version 2 is published."""
     config = experiment(tmp_path, num_groups=1, group_size=1)
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
-    store = GroupStore(ledger, tasks(4), ppo=config.trainer.ppo, seed=1, shuffle=True)
-    messages: list[Any] = []
-    writer: Any = AtOnce(ledger)
+    store = GroupStore(
+        ledger, tasks(4), ppo=config.trainer.ppo, sampler=Permutation(4, seed=1, shuffle=True)
+    )
+    outbox = AtOnce(ledger)
     handler = TrainerRequestHandler(
         store=store,
         evals=EvalScheduler([], samples=1, max_attempts=1),
         config=config,
-        send=lambda _, message: messages.append(message),
+        outbox=outbox,
         workers=Workers(ttl_s=1.0),
-        writer=writer,
     )
-    handler.sent = messages  # type: ignore[attr-defined]
+    outbox.handler = handler
     begin(handler, 0, ticket=1)
     tell(handler, Published(version=0))
     for step in range(2):
@@ -73,7 +88,8 @@ def handler(tmp_path: Path) -> Iterator[TrainerRequestHandler]:
 
 
 def sent(handler: TrainerRequestHandler) -> list[Any]:
-    return handler.sent  # type: ignore[attr-defined]
+    assert isinstance(handler.outbox, AtOnce)
+    return handler.outbox.sent
 
 
 def tell(handler: TrainerRequestHandler, request: FromTrainer) -> bool:
@@ -128,9 +144,8 @@ def test_tickets_grow_after_a_restart_however_many_were_given(
         store=handler.store,
         evals=handler.evals,
         config=handler.config,
-        send=handler.send,
+        outbox=handler.outbox,
         workers=handler.workers,
-        writer=handler.writer,
     )
     again.take(ROUTE, TrainerStart(step=2, world_size=1))
     assert sent(handler)[-1].number > 1 << 30

@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from arealite.api.experiment_config import run_paths
 from arealite.api.trainer_messages import Finish
 from arealite.base.errors import InvariantError
+from arealite.ext.audit import audit as audit_module
 from arealite.ext.audit.audit import audit
 from arealite.ext.audit.audit_report import AuditReport
-from arealite.system.datapipe import ledger_upkeep as upkeep_module
 from arealite.system.datapipe.ledger_upkeep import Upkeep
 from arealite.system.ledger.ledger import connect, read_payloads
 from arealite.system.ledger.writer import LedgerWriter
@@ -174,7 +174,7 @@ async def test_audit_stores_no_mark_if_its_steps_are_rolled_back_meanwhile(
         run.store.roll_back(4)
         return report
 
-    monkeypatch.setattr(upkeep_module, "audit", interrupted)
+    monkeypatch.setattr(audit_module, "audit", interrupted)
     await keep_house(run)
     assert mark(run.paths.ledger) == {}
     new = audit(run.paths.ledger, new_only=True)

@@ -37,7 +37,7 @@ def forever():
 
 IDLE = "forever()"
 WAITS = """
-with waits.Wait(what="batch 12", owner="trainer rank 0", on="datapipe-0"):
+with waits.Wait(event="batch 12", owner="trainer rank 0", on="datapipe-0"):
     forever()
 """
 ONLY_HERE = """
@@ -119,7 +119,7 @@ def wait(
 ) -> Waits:
     quiet_s = waited_s if quiet_s is None else quiet_s
     known = {"owner": "x", "seconds": None, "replies_soon": False, "detail": ""}
-    return Waits(what=what, on=on, waited_s=waited_s, quiet_s=quiet_s, **(known | more))
+    return Waits(event=what, on=on, waited_s=waited_s, quiet_s=quiet_s, **(known | more))
 
 
 def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any) -> None:

@@ -116,9 +116,9 @@ async def test_equal_waits_are_grouped_with_count_and_oldest(tmp_path: Path) -> 
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(300):
             what, on = f"g{number}/0", f"llm_server-{number % 2}"
-            stack.enter_context(Wait(what=what, owner="llm client", on=on, seconds=60))
+            stack.enter_context(Wait(event=what, owner="llm client", on=on, seconds=60))
         wait = stack.enter_context(
-            Wait(what="batch 3", owner="trainer rank 0", on="datapipe-0", replies_soon=True)
+            Wait(event="batch 3", owner="trainer rank 0", on="datapipe-0", replies_soon=True)
         )
         wait.since -= 9
         wait.last_sign -= 7
@@ -248,7 +248,8 @@ def test_cpu_times_are_none_without_scheduler_statistics(
     (tmp_path / "1/task/2").mkdir(parents=True)
     file = tmp_path / "1/task/2/schedstat"
     file.write_text("2000000000 500000000 7\n")
-    assert (vitals.cpu_times(1, 2) or ())[1:] == (2.0, 0.5, 7)
+    times = vitals.cpu_times(1, 2)
+    assert times and (times.ran_s, times.waited_s, times.num_slices) == (2.0, 0.5, 7)
     file.unlink() if stats is None else file.write_text(stats)
     assert vitals.cpu_times(1, 2) is None
 
@@ -341,7 +342,7 @@ async def test_1024_waits_of_two_kinds_are_two_groups(tmp_path: Path) -> None:
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(512):
             for what in (f"episode g{number}/0", f"g{number}/0/agent/0"):
-                stack.enter_context(Wait(what=what, owner="x", on="llm_server-1", seconds=60))
+                stack.enter_context(Wait(event=what, owner="x", on="llm_server-1", seconds=60))
         recorder.beat()
         shown = [wait for wait in recorder.vitals.waits if wait.on == "llm_server-1"]
     assert sorted(wait.count for wait in shown) == [512, 512]

@@ -14,7 +14,7 @@ from arealite.system.health.waits import Wait
 
 async def test_error_of_a_late_wait_has_its_owner_and_event() -> None:
     begin = time.monotonic()
-    wait = Wait(what="an answer of datapipe", owner="rollout-0", seconds=0.01)
+    wait = Wait(event="an answer of datapipe", owner="rollout-0", seconds=0.01)
     with pytest.raises(DeadlineError) as caught, wait:
         await asyncio.Event().wait()
     waited_s = caught.value.seconds
@@ -23,14 +23,14 @@ async def test_error_of_a_late_wait_has_its_owner_and_event() -> None:
 
 
 async def test_timeout_error_of_the_body_passes_through() -> None:
-    with pytest.raises(TimeoutError, match="inner"), Wait(what="x", owner="y", seconds=600.0):
+    with pytest.raises(TimeoutError, match="inner"), Wait(event="x", owner="y", seconds=600.0):
         raise TimeoutError("inner")
 
 
 async def test_inner_deadline_has_precedence() -> None:
     outer, inner = (
-        Wait(what="outer", owner="a", seconds=600.0),
-        Wait(what="inner", owner="b", seconds=0.01),
+        Wait(event="outer", owner="a", seconds=600.0),
+        Wait(event="inner", owner="b", seconds=0.01),
     )
     with pytest.raises(DeadlineError) as caught, outer, inner:
         await asyncio.Event().wait()
@@ -38,26 +38,26 @@ async def test_inner_deadline_has_precedence() -> None:
 
 
 async def test_wait_without_a_deadline_can_be_expired() -> None:
-    with pytest.raises(DeadlineError), Wait(what="x", owner="y") as wait:
+    with pytest.raises(DeadlineError), Wait(event="x", owner="y") as wait:
         asyncio.get_running_loop().call_soon(wait.expire)
         await asyncio.Event().wait()
 
 
 def test_deadline_without_an_event_loop_is_only_recorded() -> None:
-    with Wait(what="x", owner="y", seconds=0.0) as wait:
+    with Wait(event="x", owner="y", seconds=0.0) as wait:
         assert wait in waits.table
         time.sleep(0.01)
     assert wait not in waits.table and not wait.expired
 
 
 async def test_wait_without_a_deadline_arms_no_timer() -> None:
-    with Wait(what="x", owner="y"):
+    with Wait(event="x", owner="y"):
         assert not timer().waits
 
 
 async def test_cancellation_passes_through() -> None:
     async def body() -> None:
-        with Wait(what="x", owner="y", seconds=600.0):
+        with Wait(event="x", owner="y", seconds=600.0):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(body())
@@ -89,7 +89,7 @@ def timer() -> waits._Timer:
 
 async def late(seconds: float, *, log: list[float] | None = None) -> str:
     try:
-        with Wait(what="x", owner="y", seconds=seconds):
+        with Wait(event="x", owner="y", seconds=seconds):
             await asyncio.Event().wait()
     except DeadlineError:
         if log is not None:
@@ -113,7 +113,7 @@ async def test_waits_expire_at_their_deadlines_in_any_order_of_creation(
 
 async def test_body_that_ends_in_time_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    with Wait(what="x", owner="y", seconds=2.0) as wait:
+    with Wait(event="x", owner="y", seconds=2.0) as wait:
         await clock.turn(clock.now + 1.0)
     await clock.turn(clock.now + 3.0)
     assert not wait.expired
@@ -124,7 +124,7 @@ async def test_body_that_ends_in_time_is_not_cancelled(monkeypatch: pytest.Monke
 
 
 async def test_error_of_the_body_passes_through() -> None:
-    with pytest.raises(KeyError), Wait(what="x", owner="y", seconds=1e9):
+    with pytest.raises(KeyError), Wait(event="x", owner="y", seconds=1e9):
         raise KeyError("own")
 
 
@@ -150,8 +150,8 @@ async def test_cancellation_from_outside_has_precedence() -> None:
 
 async def test_outer_wait_raises_if_both_expire_together() -> None:
     outer, inner = (
-        Wait(what="outer", owner="a", seconds=60),
-        Wait(what="inner", owner="b", seconds=60),
+        Wait(event="outer", owner="a", seconds=60),
+        Wait(event="inner", owner="b", seconds=60),
     )
     with pytest.raises(DeadlineError, match="outer"), outer:
         try:

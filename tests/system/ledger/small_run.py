@@ -14,6 +14,7 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import config as base_config
 from arealite.base.trial_files import RunPaths
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 
@@ -41,7 +42,9 @@ class SmallRun:
         base_config.save(replace(config), self.paths.config)
         self.ledger = Ledger(self.paths.ledger, fingerprint={"group_size": "2"})
         ppo = config.trainer.ppo
-        self.store = GroupStore(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+        self.store = GroupStore(
+            self.ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True)
+        )
         self.store.version = self.step = self.store.next_step
 
     def play(self, lease: Lease) -> None:

@@ -22,6 +22,7 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.ext.audit.audit import audit
 from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger import ledger as ledger_module
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads, read_turns
 from tests.system.scenes import episode, experiment, failed, header, payload, tasks
@@ -31,7 +32,7 @@ POLICY = st.sampled_from(["retry", "min_size", "drop"])
 
 def open_store(folder: Path, ppo: PPOConfig) -> GroupStore:
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
-    return GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    return GroupStore(ledger, tasks(5), ppo=ppo, sampler=Permutation(5, seed=1, shuffle=True))
 
 
 def picture(store: GroupStore) -> dict[str, object]:
@@ -271,8 +272,8 @@ def test_each_epoch_has_a_new_order() -> None:
 def test_unshuffled_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
     ppo = experiment(tmp_path).trainer.ppo
-    store = GroupStore(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
-    assert [store.curriculum.draw(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    store = GroupStore(ledger, tasks(3), ppo=ppo, sampler=Permutation(3, seed=1, shuffle=False))
+    assert [store.sampler.draw(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     ledger.close()
 
 

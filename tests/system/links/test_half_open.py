@@ -30,7 +30,7 @@ async def test_half_open_connection_is_replaced(start_pipe: StartPipe) -> None:
 
         def script(lease: Lease, member: int) -> Episode:
             nonlocal broken
-            if len(live.pipe.store.trained) and not broken:
+            if len(live.pipe.machine.store.trained) and not broken:
                 first.swallow = True
                 live.address = address(second)
                 broken = True

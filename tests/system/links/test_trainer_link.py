@@ -30,7 +30,7 @@ def test_wait_for_a_batch_shows_the_last_detail_of_the_datapipe(
 
     def receive() -> Any:
         (wait,) = waits.table
-        seen.append((wait.what, wait.on, wait.replies_soon, wait.detail))
+        seen.append((wait.event, wait.on, wait.replies_soon, wait.detail))
         return next(answers)
 
     monkeypatch.setattr(link, "_receive", receive)

@@ -8,7 +8,7 @@ import random
 from itertools import groupby
 from pathlib import Path
 
-from arealite.ext.demo.lesson import Lesson, Row, assistant_message
+from arealite.ext.demo.lesson import Lesson, LessonRow, assistant_message
 
 NUM_NAMES = 3
 NAMES = Path(__file__).with_name("first_names.txt").read_text().split()
@@ -22,7 +22,7 @@ EXAMPLE = [
 """The prompt's beginning: without an example, the model rarely answers with a list."""
 
 
-def draw(rng: random.Random) -> Row:
+def draw(rng: random.Random) -> LessonRow:
     """Draw a task: names with different first letters."""
     letters = rng.sample(sorted(NAMES_OF_LETTER), NUM_NAMES)
     names = [rng.choice(NAMES_OF_LETTER[letter]) for letter in letters]

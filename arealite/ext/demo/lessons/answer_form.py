@@ -2,7 +2,7 @@
 
 import random
 
-from arealite.ext.demo.lesson import Lesson, Row, assistant_message
+from arealite.ext.demo.lesson import Lesson, LessonRow, assistant_message
 
 WORDS = """
 apple bird boat book bread bridge brother candle chair city cloud coat corn dance day desk dog
@@ -26,7 +26,7 @@ FORMS = {
 """Forms, as a prompt asks for them, and their patterns."""
 
 
-def draw(rng: random.Random) -> Row:
+def draw(rng: random.Random) -> LessonRow:
     """Draw a task."""
     word = rng.choice(WORDS.split())
     form = rng.choice(list(FORMS))

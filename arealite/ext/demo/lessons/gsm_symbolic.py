@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from arealite.api.reward import Score
 from arealite.api.tool import ToolError
 from arealite.base.extras import extra_requirement, import_optional
-from arealite.ext.demo.lesson import Lesson, Message, Row, assistant_message
+from arealite.ext.demo.lesson import Lesson, LessonMessage, LessonRow, assistant_message
 from arealite.ext.tools.calculator import evaluate
 
 NUMBER = r"(?:\d+(?:\.\d+)?|\.\d+)"
@@ -36,7 +36,7 @@ REQUEST = " Write the calculations, then #### and the result."
 NUM_ENTRIES = 1000
 
 
-def draw(rng: random.Random) -> Row:
+def draw(rng: random.Random) -> LessonRow:
     """Draw a task."""
     reasoning_gym = import_optional("reasoning_gym", extra_requirement("envs"))
     seed = rng.getrandbits(32)
@@ -76,12 +76,12 @@ def _is_right(equation: str) -> bool:
         return False
 
 
-def demonstrate(row: Row) -> Sequence[Message]:
+def demonstrate(row: LessonRow) -> Sequence[LessonMessage]:
     """Return the short solution of a task, or nothing."""
     return [assistant_message(row["solution"])] if row["solution"] else []
 
 
-def numbers_of(row: Row) -> tuple[str, ...]:
+def numbers_of(row: LessonRow) -> tuple[str, ...]:
     """Return the numbers of a task. Tasks with equal numbers and other names count as one."""
     return tuple(re.findall(NUMBER, row["prompt"][-1]["content"]))
 

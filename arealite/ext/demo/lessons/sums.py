@@ -4,14 +4,14 @@ import random
 import re
 
 from arealite.api.reward import Score
-from arealite.ext.demo.lesson import Lesson, Row
+from arealite.ext.demo.lesson import Lesson, LessonRow
 
 LARGEST = 20
 PAIRS = LARGEST * (LARGEST + 1) // 2
 HELD_OUT_PAIRS = 40
 
 
-def draw(rng: random.Random) -> Row:
+def draw(rng: random.Random) -> LessonRow:
     """Draw a task."""
     first = rng.randint(1, LARGEST)
     second = rng.randint(1, LARGEST)
@@ -19,7 +19,7 @@ def draw(rng: random.Random) -> Row:
     return {"prompt": [{"role": "user", "content": question}], "ground_truth": str(first + second)}
 
 
-def numbers_of(row: Row) -> tuple[str, ...]:
+def numbers_of(row: LessonRow) -> tuple[str, ...]:
     """Return the two numbers of a task in order: 3 + 5 and 5 + 3 are the same task."""
     return tuple(sorted(re.findall(r"\d+", row["prompt"][-1]["content"])))
 

@@ -5,7 +5,7 @@ import operator
 import random
 from collections.abc import Sequence
 
-from arealite.ext.demo.lesson import Lesson, Message, Row, assistant_message
+from arealite.ext.demo.lesson import Lesson, LessonMessage, LessonRow, assistant_message
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 SMALLEST = 10
@@ -26,7 +26,7 @@ SYSTEM = (
 """The prompt explains the tool: the chat template of SmolLM2-135M-Instruct renders no tools."""
 
 
-def draw(rng: random.Random) -> Row:
+def draw(rng: random.Random) -> LessonRow:
     """Draw a task."""
     first = rng.randint(SMALLEST, LARGEST)
     second = rng.randint(SMALLEST, LARGEST)
@@ -43,7 +43,7 @@ def draw(rng: random.Random) -> Row:
     }
 
 
-def demonstrate(row: Row) -> Sequence[Message]:
+def demonstrate(row: LessonRow) -> Sequence[LessonMessage]:
     """Return a call, its result and the answer."""
     result = {"role": "tool", "content": row["ground_truth"]}
     return [

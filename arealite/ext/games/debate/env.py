@@ -39,6 +39,7 @@ class DebateEnv(Env):
 
     seats = ("pro", "con", "judge")
     resumable = True
+    prompt_use = "part"
 
     def __init__(self, args: TrialConfig, config: DebateConfig) -> None:
         super().__init__(args, config)

@@ -6,9 +6,18 @@ import msgspec
 from msgspec import Meta, Raw
 
 from arealite.ext.gateway.apis import common
-from arealite.ext.gateway.apis.common import Api, Block, Body, Deltas, Events, Stops, dumps, sse
-from arealite.ext.gateway.apis.past_messages import ITEM, Item, decode
-from arealite.ext.gateway.request_data import Answer, ApiError, ChatRequest
+from arealite.ext.gateway.apis.common import (
+    Api,
+    Block,
+    Deltas,
+    Events,
+    RequestBody,
+    Stops,
+    dumps,
+    sse,
+)
+from arealite.ext.gateway.apis.past_messages import ITEM, MessageItem, decode
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer
 
 STOP = {
     "stop": "end_turn",
@@ -16,18 +25,18 @@ STOP = {
     "calls": "tool_use",
     "length": "max_tokens",
 }
-"""`stop_reason` by `Answer.stop_reason`."""
+"""`stop_reason` by `ParsedAnswer.stop_reason`."""
 STEPS = {"added": "start", "delta": "delta", "done": "stop"}
 """End of the type of an event, by the step of a block."""
 DELTAS = {"text": "text", "thought": "thinking", "call": "input_json"}
 """Type of a delta, and but for calls its field, by `Block.kind`."""
 
 
-class MessageBody(Body, kw_only=True, frozen=True):
+class MessageBody(RequestBody, kw_only=True, frozen=True):
     """Body of POST /v1/messages and of POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    system: str | list[Item] | None = None
+    system: str | list[MessageItem] | None = None
     stop: Stops | None = msgspec.field(default=None, name="stop_sequences")
     context_management: dict[str, list[dict[str, Any]]] | None = None
 
@@ -50,7 +59,7 @@ class Messages(Api):
         instructions = common.message("system", body.system)
         return {"items": [*instructions, *map(bytes, body.messages)]}
 
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+    def encode(self, request: ChatRequest, answers: list[ParsedAnswer], model: str) -> bytes:
         answer = answers[0]
         content = [_block(block, answer.id) for block in common.blocks_of(answer)]
         return dumps(
@@ -100,7 +109,7 @@ def _message_start(id: str, model: str) -> bytes:
     return sse({"type": "message_start", "message": message})
 
 
-def _message_delta(request: ChatRequest, answer: Answer) -> bytes:
+def _message_delta(request: ChatRequest, answer: ParsedAnswer) -> bytes:
     """Return the event with the reason of the end and the numbers of tokens."""
     return sse(
         {
@@ -154,14 +163,14 @@ def _head(id: str, model: str) -> dict[str, Any]:
     }
 
 
-def _stop(request: ChatRequest, answer: Answer) -> dict[str, Any]:
+def _stop(request: ChatRequest, answer: ParsedAnswer) -> dict[str, Any]:
     """Return the reason of the end. A stop string of the run's options is a normal end."""
     if answer.stop_string and answer.stop_string in request.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
     return {"stop_reason": STOP[answer.stop_reason], "stop_sequence": None}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: ParsedAnswer) -> dict[str, int]:
     """Return the numbers of tokens; those of the cache are not input tokens here."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,

@@ -9,8 +9,16 @@ from msgspec import Meta, Raw
 
 from arealite.ext.gateway import request_data
 from arealite.ext.gateway.apis import common
-from arealite.ext.gateway.apis.common import Api, Body, Count, Deltas, Events, dumps, sse
-from arealite.ext.gateway.request_data import Answer, ApiError, Call, ChatRequest, Delta
+from arealite.ext.gateway.apis.common import (
+    Api,
+    Deltas,
+    Events,
+    PositiveCount,
+    RequestBody,
+    dumps,
+    sse,
+)
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, Delta, ParsedAnswer, ParsedCall
 
 FINISH = {
     "stop": "stop",
@@ -18,14 +26,14 @@ FINISH = {
     "calls": "tool_calls",
     "length": "length",
 }
-"""`finish_reason` by `Answer.stop_reason`."""
+"""`finish_reason` by `ParsedAnswer.stop_reason`."""
 
 
-class ChatBody(Body, kw_only=True, frozen=True):
+class ChatBody(RequestBody, kw_only=True, frozen=True):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: PositiveCount | None = None
 
 
 class ChatCompletions(Api):
@@ -46,7 +54,7 @@ class ChatCompletions(Api):
             "max_tokens": body.max_completion_tokens or body.max_tokens,
         }
 
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+    def encode(self, request: ChatRequest, answers: list[ParsedAnswer], model: str) -> bytes:
         choices = list[dict[str, Any]]()
         for index, answer in enumerate(answers):
             choices.append(
@@ -72,7 +80,7 @@ class ChatCompletions(Api):
         id: str,
     ) -> Events:
         head = self._head(self.chunk_name, id, model)
-        answers = list[Answer]()
+        answers = list[ParsedAnswer]()
         num_calls = Counter[int]()  # by the number of the answer
 
         def event(index: int, fields: dict[str, Any]) -> bytes:
@@ -108,7 +116,7 @@ class ChatCompletions(Api):
             "model": model,
         }
 
-    def _whole(self, answer: Answer) -> dict[str, Any]:
+    def _whole(self, answer: ParsedAnswer) -> dict[str, Any]:
         """Return the fields of a choice that only this API has."""
         calls = [_call(call) for call in answer.calls]
         message = request_data.assistant(answer.text, answer.thought, calls)
@@ -128,7 +136,7 @@ class ChatCompletions(Api):
         field_name = "reasoning_content" if delta.kind == "thought" else "content"
         return {"delta": {field_name: delta.text}}
 
-    def _end(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def _end(self, request: ChatRequest, answer: ParsedAnswer) -> dict[str, Any]:
         """Return the fields of a choice that are known at its end."""
         logprobs = None
         if request.logprobs and answer.response:
@@ -150,7 +158,7 @@ class ChatCompletions(Api):
         return {"content": content}
 
 
-class CompletionBody(Body, kw_only=True, frozen=True):
+class CompletionBody(RequestBody, kw_only=True, frozen=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[Any]
@@ -181,7 +189,7 @@ class Completions(ChatCompletions):
             "logprobs": body.logprobs is not None,
         }
 
-    def _whole(self, answer: Answer) -> dict[str, Any]:
+    def _whole(self, answer: ParsedAnswer) -> dict[str, Any]:
         return {"text": answer.text}
 
     def _piece(self, delta: Delta, num_calls: int) -> dict[str, Any]:
@@ -203,11 +211,11 @@ def _is_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: ParsedCall) -> dict[str, Any]:
     return request_data.function_call(call.id, call.name, call.arguments)
 
 
-def _usage(answers: list[Answer]) -> dict[str, Any]:
+def _usage(answers: list[ParsedAnswer]) -> dict[str, Any]:
     """Return the numbers of tokens of the answers to one prompt."""
     num_prompt = answers[0].prompt_tokens
     num_sampled = common.sampled(*answers)

@@ -10,7 +10,7 @@ from msgspec import Meta, Raw
 
 from arealite.base.data import read_toml
 from arealite.ext.gateway.apis.past_messages import decode
-from arealite.ext.gateway.request_data import Answer, ApiError, Call, ChatRequest, Delta
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, Delta, ParsedAnswer, ParsedCall
 
 FIELDS = read_toml(__file__, "fields.toml")
 """The fields that are refused, by reason, and their values that are not."""
@@ -35,13 +35,13 @@ LINE_SEPARATORS = {
 """Replacements of characters in JSON at which `str.splitlines` splits, in UTF-8."""
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Meta(max_length=64)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Deltas = AsyncIterator[Delta]
 Events = AsyncIterator[bytes]
 dumps = msgspec.json.encode
 
 
-class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ToolFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A tool or a `tool_choice`, in the forms of all APIs."""
 
     type: str = ""
@@ -49,25 +49,25 @@ class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     input_schema: dict[str, Any] | None = None
-    function: "Tool | None" = None
-    tools: "list[Tool] | None" = None
+    function: "ToolFields | None" = None
+    tools: "list[ToolFields] | None" = None
     """Tools of a namespace."""
     disable_parallel_tool_use: bool = False
 
 
-class Body(msgspec.Struct, kw_only=True, frozen=True):
+class RequestBody(msgspec.Struct, kw_only=True, frozen=True):
     """Fields of requests."""
 
     model: str = ""
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: PositiveCount | None = None
     stop: Stop | Stops | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     logprobs: bool | int | None = None
     tools: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
-    tool_choice: str | Tool | None = None
+    tool_choice: str | ToolFields | None = None
     parallel_tool_calls: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -75,7 +75,7 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
 class Api(ABC):
     """One HTTP API: its request and answer bodies, its events and, as OpenAI's, its errors."""
 
-    request_type: type[Body]
+    request_type: type[RequestBody]
     """Type of the request's body, also for its JSON schema."""
     keep_alive = b": keep-alive\n\n"
     """Sent while a stream has no other events."""
@@ -91,7 +91,7 @@ class Api(ABC):
         names = [path.partition(".")[0] for path, _ in self._refused]
         fields = [(name, Any, None) for name in names]
         body_type = msgspec.defstruct(
-            "Body",
+            "RequestBody",
             fields,
             bases=(self.request_type,),
             frozen=True,
@@ -125,7 +125,7 @@ class Api(ABC):
         }
         return ChatRequest(options=body, **fields | self.read(body))
 
-    def _check_refused(self, body: Body) -> None:
+    def _check_refused(self, body: RequestBody) -> None:
         """Check that a body has no field that would change the answer.
 
         Raises:
@@ -148,7 +148,7 @@ class Api(ABC):
         """
 
     @abstractmethod
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+    def encode(self, request: ChatRequest, answers: list[ParsedAnswer], model: str) -> bytes:
         """Return the body of the answers (`request.n`)."""
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Api(ABC):
             request: The request.
             deltas: The deltas of all answers; the last one of each answer has kind "end".
             model: Name of the model.
-            id: `Answer.id` of answer 0, which the first event needs.
+            id: `ParsedAnswer.id` of answer 0, which the first event needs.
         """
 
     def failed(self, error: ApiError) -> bytes:
@@ -194,12 +194,12 @@ def _check_number_of_parts(body_json: bytes) -> None:
         raise ApiError(413, f"the body has {count} brackets and braces; at most {MAX_PARTS}")
 
 
-Tools = dict[str, tuple[dict[str, Any], str | None, str]]
+NamedTools = dict[str, tuple[dict[str, Any], str | None, str]]
 """Schema of a function, its namespace and its name there, by its name in the schema."""
-_decoder = msgspec.json.Decoder(list[Tool] | None)
+_decoder = msgspec.json.Decoder(list[ToolFields] | None)
 
 
-def read_tools(raw: Raw, function_type: str) -> Tools:
+def read_tools(raw: Raw, function_type: str) -> NamedTools:
     """Convert tools to OpenAI's function schemas. The caller must not change them."""
     tools_json = bytes(raw)
     convert = _tools if len(tools_json) < 2**18 else _tools.__wrapped__
@@ -207,8 +207,8 @@ def read_tools(raw: Raw, function_type: str) -> Tools:
 
 
 @lru_cache(maxsize=32)
-def _tools(tools_json: bytes, function_type: str) -> Tools:
-    tools: Tools = {}
+def _tools(tools_json: bytes, function_type: str) -> NamedTools:
+    tools: NamedTools = {}
     for outer in decode(_decoder, tools_json) or ():
         namespace = outer.name if outer.type == "namespace" else None
         entries = [outer] if namespace is None else outer.tools or []
@@ -228,7 +228,7 @@ def _tools(tools_json: bytes, function_type: str) -> Tools:
     return tools
 
 
-def _schema(name: str, tool: Tool) -> dict[str, Any]:
+def _schema(name: str, tool: ToolFields) -> dict[str, Any]:
     """Return OpenAI's schema of a function."""
     function: dict[str, Any] = {"name": name}
     if tool.description:
@@ -238,9 +238,9 @@ def _schema(name: str, tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def read_choice(choice: str | Tool | None, tools: Iterable[str]) -> str:
+def read_choice(choice: str | ToolFields | None, tools: Iterable[str]) -> str:
     """Convert a `tool_choice` to the form of ChatRequest."""
-    if not isinstance(choice, Tool):
+    if not isinstance(choice, ToolFields):
         chosen = choice or "auto"
     elif choice.type in ("function", "tool"):
         function = choice.function or choice
@@ -267,7 +267,7 @@ def message(role: str, content: object) -> list[bytes]:
     return [dumps({"role": role, "content": content})] if content else []
 
 
-def sampled(*answers: Answer) -> int:
+def sampled(*answers: ParsedAnswer) -> int:
     """Return the number of sampled tokens."""
     responses = [answer.response for answer in answers if answer.response]
     return sum([len(response.output_ids) for response in responses])
@@ -292,7 +292,7 @@ class Block(msgspec.Struct, kw_only=True):
     kind: str
     """As of Delta; "" if no block is open."""
     index: int = 0
-    call: Call | None = None
+    call: ParsedCall | None = None
     parts: list[str] = []
 
     @property
@@ -301,7 +301,7 @@ class Block(msgspec.Struct, kw_only=True):
         return "".join(self.parts)
 
 
-def blocks_of(answer: Answer) -> list[Block]:
+def blocks_of(answer: ParsedAnswer) -> list[Block]:
     """Return the blocks of a whole answer. One without calls has a text, which may be empty."""
     blocks = list[Block]()
     if answer.thought:

@@ -16,19 +16,19 @@ TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
-class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
+class MessageItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A message, an item or a part of a content. An API uses some of the fields."""
 
     type: str = "message"
     role: str = ""
-    content: str | list[Item] | None = None
+    content: str | list[MessageItem] | None = None
     text: str = ""
     thinking: str = ""
     reasoning_content: str | None = None
     reasoning: str | None = None
-    summary: list[Item] | None = None
-    tool_calls: list[Item] | None = None
-    function: Item | None = None
+    summary: list[MessageItem] | None = None
+    tool_calls: list[MessageItem] | None = None
+    function: MessageItem | None = None
     id: str | None = None
     call_id: str = ""
     tool_call_id: str = ""
@@ -37,12 +37,12 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     namespace: str | None = None
     arguments: str | dict[str, Any] = ""
     input: dict[str, Any] | None = None
-    output: str | list[Item] | None = None
+    output: str | list[MessageItem] | None = None
     function_call: None = None
     audio: None = None
 
 
-ITEM = msgspec.json.Decoder(Item)
+ITEM = msgspec.json.Decoder(MessageItem)
 _arguments = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -68,7 +68,7 @@ def messages(item: bytes) -> Iterable[ChatMessage]:
     Raises:
         ApiError: 400: the item is invalid, or has an image or a file.
     """
-    parsed: Item = decode(ITEM, item)
+    parsed: MessageItem = decode(ITEM, item)
     match parsed.type, parsed.role:
         case "message", "assistant":
             return [_assistant(parsed)]
@@ -80,10 +80,10 @@ def messages(item: bytes) -> Iterable[ChatMessage]:
             return [_named(message, parsed.name) for message in split_messages]
         case "reasoning", _:
             thought = _join_texts(parsed.content or parsed.summary)
-            return [_assistant(Item(reasoning=thought))] if thought else []
+            return [_assistant(MessageItem(reasoning=thought))] if thought else []
         case "function_call", _:
-            call = Item(id=parsed.call_id, function=parsed)
-            return [_assistant(Item(tool_calls=[call]))]
+            call = MessageItem(id=parsed.call_id, function=parsed)
+            return [_assistant(MessageItem(tool_calls=[call]))]
         case "function_call_output", _:
             return [_tool_result(parsed.call_id, parsed.output)]
     raise ApiError(
@@ -99,11 +99,11 @@ def _named(message: ChatMessage, name: str | None) -> ChatMessage:
     return {**message, "name": name} if name else message
 
 
-def _assistant(item: Item) -> ChatMessage:
+def _assistant(item: MessageItem) -> ChatMessage:
     """Return a message of the assistant. Texts of one answer are joined without a separator."""
     thoughts = list[str]()
-    texts = list[Item]()
-    calls = list[Item]()
+    texts = list[MessageItem]()
+    calls = list[MessageItem]()
     for part in _parts(item.content):
         thoughts.append(part.thinking)
         if part.type == "tool_use":
@@ -116,7 +116,7 @@ def _assistant(item: Item) -> ChatMessage:
     return assistant(content, thought, [_call(call) for call in calls])
 
 
-def _texts_and_results(item: Item) -> Iterator[ChatMessage]:
+def _texts_and_results(item: MessageItem) -> Iterator[ChatMessage]:
     """Yield a message for each tool result, and one for texts between results."""
     role = template_role(item.role)
     parts = _parts(item.content)
@@ -128,13 +128,13 @@ def _texts_and_results(item: Item) -> Iterator[ChatMessage]:
             yield {"role": role, "content": _join_texts([*group])}
 
 
-def _parts(content: str | list[Item] | None) -> list[Item]:
+def _parts(content: str | list[MessageItem] | None) -> list[MessageItem]:
     if isinstance(content, str):
-        return [Item(type="text", text=content)]
+        return [MessageItem(type="text", text=content)]
     return content or []
 
 
-def _join_texts(content: str | list[Item] | None, *, separator: str = "\n") -> str:
+def _join_texts(content: str | list[MessageItem] | None, *, separator: str = "\n") -> str:
     parts = _parts(content)
     unsupported_types = {part.type for part in parts} - TEXTS
     if unsupported_types:
@@ -146,7 +146,7 @@ def _join_texts(content: str | list[Item] | None, *, separator: str = "\n") -> s
     return separator.join([part.text for part in parts])
 
 
-def _tool_result(call_id: str, content: str | list[Item] | None) -> ChatMessage:
+def _tool_result(call_id: str, content: str | list[MessageItem] | None) -> ChatMessage:
     return {
         "role": "tool",
         "content": _join_texts(content),
@@ -154,7 +154,7 @@ def _tool_result(call_id: str, content: str | list[Item] | None) -> ChatMessage:
     }
 
 
-def _call(call: Item) -> dict[str, Any]:
+def _call(call: MessageItem) -> dict[str, Any]:
     """Return a tool call with decoded arguments."""
     function = call.function or call
     if not function.name:

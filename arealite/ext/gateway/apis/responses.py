@@ -10,8 +10,17 @@ import msgspec
 from msgspec import Meta, Raw
 
 from arealite.ext.gateway.apis import common
-from arealite.ext.gateway.apis.common import Api, Block, Body, Count, Deltas, Events, dumps, sse
-from arealite.ext.gateway.request_data import Answer, ApiError, Call, ChatRequest
+from arealite.ext.gateway.apis.common import (
+    Api,
+    Block,
+    Deltas,
+    Events,
+    PositiveCount,
+    RequestBody,
+    dumps,
+    sse,
+)
+from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer, ParsedCall
 
 KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 """Name of the events of a block, by its kind."""
@@ -19,13 +28,13 @@ ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "to
 """Fields of a request that its response has, too."""
 
 
-class ResponseBody(Body, kw_only=True, frozen=True):
+class ResponseBody(RequestBody, kw_only=True, frozen=True):
     """Body of POST /v1/responses."""
 
     input: str | Annotated[list[Raw], Meta(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_tokens: Count | None = msgspec.field(default=None, name="max_output_tokens")
+    max_tokens: PositiveCount | None = msgspec.field(default=None, name="max_output_tokens")
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
 
@@ -46,7 +55,7 @@ class Responses(Api):
         previous = (body.previous_response_id or "").removeprefix("resp_")
         return {"items": items, "previous": previous}
 
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+    def encode(self, request: ChatRequest, answers: list[ParsedAnswer], model: str) -> bytes:
         answer = answers[0]
         items = [_item(request, answer.id, block) for block in common.blocks_of(answer)]
         return dumps(
@@ -134,7 +143,7 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
     }
 
 
-def _call_item(request: ChatRequest, call: Call, arguments: str) -> dict[str, Any]:
+def _call_item(request: ChatRequest, call: ParsedCall, arguments: str) -> dict[str, Any]:
     """Return the finished item of a call, with the namespace of its function."""
     tools = common.read_tools(request.options.tools, "function")
     name = call.name
@@ -198,7 +207,7 @@ def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:
     }
 
 
-def _end(answer: Answer) -> dict[str, Any]:
+def _end(answer: ParsedAnswer) -> dict[str, Any]:
     """Return the fields of a response that are known at its end."""
     num_prompt = answer.prompt_tokens
     num_sampled = common.sampled(answer)
@@ -225,7 +234,7 @@ def _end(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _thought_tokens(answer: Answer) -> int:
+def _thought_tokens(answer: ParsedAnswer) -> int:
     """Return the number of tokens of the thought, estimated by its share of the characters."""
     thought_size = len(answer.thought)
     call_size = sum(len(call.arguments) for call in answer.calls)

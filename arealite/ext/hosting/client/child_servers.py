@@ -144,7 +144,7 @@ class Children:
     async def _read_address(self, process: Process) -> str:
         """Return the host:port that a new child prints when it listens."""
         assert process.stdout is not None
-        with Wait(what="its port", owner="collector", on=self.name, seconds=START_S):
+        with Wait(event="its port", owner="collector", on=self.name, seconds=START_S):
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
@@ -220,7 +220,7 @@ class Children:
         """Let a child finish its running episodes, then stop it."""
         child.server.retired = True
         try:
-            with Wait(what="its last episodes", owner="collector", on=self.name, seconds=seconds):
+            with Wait(event="its last episodes", owner="collector", on=self.name, seconds=seconds):
                 await self._servers.wait_until(lambda: child.exit.done() or not child.server.load)
         except DeadlineError:
             logger.warning(

@@ -143,7 +143,7 @@ class Containers(Children):
         return child, address
 
     async def _wait_for_answer(self, child: Child, address: str) -> None:
-        with Wait(what="its server", owner="collector", on=self.name, seconds=START_S):
+        with Wait(event="its server", owner="collector", on=self.name, seconds=START_S):
             while not await self._answers(address):
                 if not child.running:
                     raise UserError(f"{how_ended(child.code)}; its error is in the log above")

@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -20,10 +21,14 @@ from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import DeadlineError, UserError
 from arealite.ext.hosting.client.child_servers import Children
-from arealite.ext.hosting.client.docker import Containers
+from arealite.ext.hosting.client.docker import Containers, check_docker
 from arealite.ext.hosting.client.server_pool import ServerPool
-from arealite.ext.hosting.client.session_channel import Channel, EnvServerGarbage, ServerState
-from arealite.ext.hosting.server_config import Reply, SeatObservation, SeatReward, Step
+from arealite.ext.hosting.client.session_channel import (
+    EnvServerGarbage,
+    ServerState,
+    SessionChannel,
+)
+from arealite.ext.hosting.server_config import SeatObservation, SeatReward, Step, StepReply
 from arealite.system.health import waits
 
 TOKEN = "AREALITE_ENV_TOKEN"
@@ -40,6 +45,21 @@ class Hosted(msgspec.Struct, kw_only=True):
     resumable: bool
     environments: "list[Hosted]" = []
     """All environments of the server; [] in a description of one of them."""
+
+
+def in_containers(args: TrialConfig, config: EnvConfig) -> Env:
+    """Create an environment in Docker containers.
+
+    Raises:
+        UserError: Docker does not run, or lacks the image.
+    """
+    check_docker(config.runtime)
+    env_class = envs.get(config.type)
+    if not hasattr(env_class, "containers"):
+        return RemoteEnv(args, config)
+    env = env_class(args, envs.options(config))  # it talks to the servers itself
+    setattr(env, "containers", partial(Containers, args, config))  # noqa: B010
+    return env
 
 
 decode_hosted = msgspec.json.Decoder(Hosted).decode
@@ -62,7 +82,7 @@ class RemoteEnv(Env):
                 "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]: "
                 f"the addresses of servers that `arealite serve env.type={config.type}` started."
             )
-        self.servers = ServerPool(runtime, Reply)
+        self.servers = ServerPool(runtime, StepReply)
         self._hosted: Hosted | None = None
 
     async def setup(self) -> None:
@@ -79,7 +99,7 @@ class RemoteEnv(Env):
             self.cleanup.push_async_callback(children.close)
             await children.start()
         wait = waits.Wait(
-            what="an environment server",
+            event="an environment server",
             owner="collector",
             on="environment servers",
             seconds=runtime.wait_s,
@@ -146,7 +166,7 @@ class RemoteEnv(Env):
 class _Episode:
     """One episode of a session."""
 
-    def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
+    def __init__(self, channel: SessionChannel[StepReply], agents: dict[str, Agent]) -> None:
         self.channel = channel
         self.agents = agents
         self._acting = dict[asyncio.Future[Action], SeatObservation]()
@@ -155,7 +175,7 @@ class _Episode:
         self._record_lengths = dict[tuple[str, int], int]()
         """By seat and turn number: how many turns the agent's record had after that turn."""
 
-    async def play(self, reply: Reply) -> None:
+    async def play(self, reply: StepReply) -> None:
         """Play from the answer to the reset until the episode is done."""
         try:
             self._handle(reply)
@@ -166,7 +186,7 @@ class _Episode:
         finally:
             await waits.cancel_all(self._acting)
 
-    def _handle(self, reply: Reply) -> None:
+    def _handle(self, reply: StepReply) -> None:
         """Pass the rewards of an answer to the agents; start `act` of seats that newly wait."""
         observation = reply.observation
         try:

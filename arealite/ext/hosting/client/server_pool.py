@@ -18,10 +18,10 @@ from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.ext.hosting.client.session_channel import (
-    Channel,
     EnvServerFull,
     EnvServerLost,
     ServerState,
+    SessionChannel,
     T,
 )
 from arealite.ext.hosting.server.env_messages import read_token
@@ -104,7 +104,7 @@ class ServerPool(Generic[T]):
         self.changed.set()
 
     @asynccontextmanager
-    async def episode(self, reset: object) -> AsyncGenerator[tuple[Channel[T], T], None]:
+    async def episode(self, reset: object) -> AsyncGenerator[tuple[SessionChannel[T], T], None]:
         """Start an episode on the least loaded server; close its session when the body exits.
 
         Args:
@@ -147,7 +147,7 @@ class ServerPool(Generic[T]):
             num_bytes = min(response.content_length or 0, MAX_BODY)
             return await response.content.readexactly(num_bytes)
 
-    async def _start_episode(self, reset: object) -> tuple[Channel[T], T]:
+    async def _start_episode(self, reset: object) -> tuple[SessionChannel[T], T]:
         """Try one server after the other until a server has a free session."""
         end = time.monotonic() + self.config.wait_s
         while True:
@@ -163,14 +163,14 @@ class ServerPool(Generic[T]):
                     raise
                 server.full = True
 
-    async def _close(self, channel: Channel[T]) -> None:
+    async def _close(self, channel: SessionChannel[T]) -> None:
         channel.server.load -= 1
         await channel.close()
 
     async def _wait_for_server(self, end: float) -> ServerState:
         """Return the free server with the fewest episodes; wait for one until `end`."""
         wait = Wait(
-            what="an environment server with room",
+            event="an environment server with room",
             owner="episode",
             on="environment servers",
             seconds=max(0.0, end - time.monotonic()),
@@ -193,12 +193,12 @@ class ServerPool(Generic[T]):
         free = [server for server in self.known if server.is_free]
         return min(free, key=lambda server: (server.load, server.started), default=None)
 
-    async def _connect(self, server: ServerState) -> Channel[T] | None:
+    async def _connect(self, server: ServerState) -> SessionChannel[T] | None:
         """Open a session. If the server does not answer, mark it as not alive and return None."""
         server.load += 1
         server.started += 1
         try:
-            with Wait(what="a session", owner="episode", on=server.name, seconds=CONNECT_S):
+            with Wait(event="a session", owner="episode", on=server.name, seconds=CONNECT_S):
                 max_bytes = self.config.max_message_kb * 1024
                 socket = await self._session.ws_connect(server.url / "ws", max_msg_size=max_bytes)
         except BaseException as error:
@@ -213,7 +213,9 @@ class ServerPool(Generic[T]):
                 )
             server.alive = False
             return None
-        return Channel(server=server, _socket=socket, _config=self.config, _decode=self._decode)
+        return SessionChannel(
+            server=server, _socket=socket, _config=self.config, _decode=self._decode
+        )
 
     async def _monitor(self, server: ServerState) -> None:
         server.last_seen = time.monotonic()

@@ -18,7 +18,7 @@ from yarl import URL
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import DeadlineError, EpisodeError
 from arealite.ext.hosting.server.env_messages import CAPACITY, MessageTooLarge, failure, frame
-from arealite.ext.hosting.server_config import Message, Refusal
+from arealite.ext.hosting.server_config import SessionFailure, SessionMessage
 from arealite.system.health.waits import Wait, cancel_all, is_cancelled
 
 CLOSE_S = 1.0
@@ -44,8 +44,8 @@ class EnvStepTimeout(EpisodeError, failure_class="env_step_timeout"):
     """A server did not answer a request within `answer_s`."""
 
 
-decode = msgspec.json.Decoder(Message).decode
-decode_refusal = msgspec.json.Decoder(Refusal).decode
+decode = msgspec.json.Decoder(SessionMessage).decode
+decode_refusal = msgspec.json.Decoder(SessionFailure).decode
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,7 +69,7 @@ class ServerState:
     """Episodes of this worker that are running on the server."""
     started: int = 0
     """Episodes that this worker has started on the server."""
-    channels: "set[Channel[Any]]" = field(default_factory=set)
+    channels: "set[SessionChannel[Any]]" = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class ServerState:
 
 
 @dataclass(eq=False, kw_only=True)
-class Channel(Generic[T]):
+class SessionChannel(Generic[T]):
     """An open session, whose answers are decoded to T."""
 
     server: ServerState
@@ -115,7 +115,7 @@ class Channel(Generic[T]):
         request = frame(kind, data, self._config.max_message_kb * 1024)
         answer_s = self._config.answer_s
         name = self.server.name
-        wait = Wait(what=f"the answer to {kind}", owner="episode", on=name, seconds=answer_s)
+        wait = Wait(event=f"the answer to {kind}", owner="episode", on=name, seconds=answer_s)
         try:
             with wait:
                 await self._socket.send_str(request)
@@ -152,7 +152,7 @@ class Channel(Generic[T]):
         """Close the message ends the session."""
         self.server.channels.discard(self)
         await cancel_all([self.pending])
-        wait = Wait(what="its good-bye", owner="episode", on=self.server.name, seconds=CLOSE_S)
+        wait = Wait(event="its good-bye", owner="episode", on=self.server.name, seconds=CLOSE_S)
         with suppress(DeadlineError), wait:
             await self._socket.close()
 

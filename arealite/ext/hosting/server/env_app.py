@@ -22,10 +22,16 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.folder_checks import check_address
 from arealite.base.registry import unknown
-from arealite.ext.hosting.client import make_env
 from arealite.ext.hosting.server import env_messages
-from arealite.ext.hosting.server.env_session import Session
-from arealite.ext.hosting.server_config import EnvServerConfig, Message, Reply, Reset, Step
+from arealite.ext.hosting.server.env_session import EnvSession
+from arealite.ext.hosting.server_config import (
+    EnvServerConfig,
+    Reset,
+    SessionMessage,
+    Step,
+    StepReply,
+)
+from arealite.impl.env.runtimes import make_env
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
@@ -33,7 +39,7 @@ from arealite.system.data.tasks import GENERATED, generate, reads_columns
 from arealite.system.health.waits import END_S, Wait
 
 logger = log.get(__name__)
-decode = env_messages.decoder(Message)
+decode = env_messages.decoder(SessionMessage)
 decode_reset = env_messages.decoder(Reset)
 decode_step = env_messages.decoder(Step)
 decode_members = env_messages.decoder(dict[str, msgspec.Raw])
@@ -60,7 +66,7 @@ class EnvServer:
         }
         """The environments by type; the first is the default."""
         self._default = next(iter(self.envs))
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, EnvSession] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
         """Cancelled episodes that still clean up."""
@@ -142,7 +148,7 @@ class EnvServer:
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_S)
 
-    def _open(self, name: str) -> Session:
+    def _open(self, name: str) -> EnvSession:
         """Return a new session of an environment.
 
         Raises:
@@ -151,11 +157,11 @@ class EnvServer:
         max_sessions = self.options.max_sessions
         num_open = len(self.sessions) + len(self._ending)
         if num_open >= max_sessions:
-            raise env_messages.Refused(
+            raise env_messages.MessageRefused(
                 f"all sessions are in use (server.max_sessions={max_sessions})",
                 env_messages.CAPACITY,
             )
-        session = Session(
+        session = EnvSession(
             self.envs[name],
             episode_s=self.options.episode_s,
             name=name,
@@ -163,7 +169,7 @@ class EnvServer:
         self.sessions[session.id] = session
         return session
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: EnvSession) -> None:
         """Remove a session and cancel its episode, without waiting for the episode's cleanup.
 
         The caller may be cancelled itself, so it must not wait.
@@ -185,7 +191,7 @@ class EnvServer:
         await socket.prepare(request)
         try:
             session = self._open(name)
-        except env_messages.Refused as refused:
+        except env_messages.MessageRefused as refused:
             await socket.send_str(self._error_frame(refused))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
             return socket
@@ -199,7 +205,7 @@ class EnvServer:
             self._close(session)
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, session: Session) -> None:
+    async def _converse(self, socket: web.WebSocketResponse, session: EnvSession) -> None:
         """Answer the messages of a socket, all of which belong to its session."""
         while True:
             try:
@@ -218,19 +224,19 @@ class EnvServer:
                 kind, data = await self._answer(message, session)
                 reply = env_messages.frame(kind, data, self._max_bytes)
             except Exception as error:  # noqa: BLE001  (the answer may be too long or not JSON)
-                if not isinstance(error, env_messages.Refused | msgspec.MsgspecError):
+                if not isinstance(error, env_messages.MessageRefused | msgspec.MsgspecError):
                     await session.end()
                 reply = self._error_frame(error)
             with self._wait_for_peer("an answer to be read"):
                 await socket.send_str(reply)
 
     def _wait_for_peer(self, event: str) -> Wait:
-        return Wait(what=event, owner="env server", on="its peer", seconds=self.options.idle_s)
+        return Wait(event=event, owner="env server", on="its peer", seconds=self.options.idle_s)
 
     def _error_frame(self, error: BaseException) -> str:
         return env_messages.frame("error", env_messages.refusal(error), self._max_bytes)
 
-    async def _answer(self, message: Message, session: Session) -> tuple[str, Any]:
+    async def _answer(self, message: SessionMessage, session: EnvSession) -> tuple[str, Any]:
         """Return the type and the data of the answer to a message."""
         session.last_message = time.monotonic()
         try:
@@ -243,14 +249,14 @@ class EnvServer:
                     return "observation", await self._reset(session, reset)
                 case "state" | "close":
                     return "state", session.describe()
-            raise env_messages.Refused(
+            raise env_messages.MessageRefused(
                 f"type '{message.type}' is unknown; send reset, step, state or close",
                 "UNKNOWN_TYPE",
             )
         except Exception as error:  # noqa: BLE001  (an episode may raise any exception)
             return "error", env_messages.refusal(error)
 
-    async def _reset(self, session: Session, reset: Reset) -> Reply:
+    async def _reset(self, session: EnvSession, reset: Reset) -> StepReply:
         """Begin an episode of the environment that a reset names, else that of the session.
 
         Raises:
@@ -258,7 +264,7 @@ class EnvServer:
         """
         name = reset.env or session.name
         if name not in self.envs:
-            raise env_messages.Refused(unknown("environment", name, [*self.envs]))
+            raise env_messages.MessageRefused(unknown("environment", name, [*self.envs]))
         task = await self._task(reset, name)
         return await session.reset(task, reset, self.envs[name])
 
@@ -282,7 +288,7 @@ class EnvServer:
             tasks = generate(self.config.hosted[env], reset.split, seed)
             return await asyncio.to_thread(next, tasks)
         except UserError as error:
-            raise env_messages.Refused(str(error)) from error
+            raise env_messages.MessageRefused(str(error)) from error
 
     async def _post(self, request: web.Request) -> web.Response:
         """Answer POST /reset and /step.
@@ -295,14 +301,14 @@ class EnvServer:
             action = decode_members(body).get("action", msgspec.Raw(b"{}"))
             session = self._open(self._name(request))
             try:
-                reset_message = Message(type="reset", data=msgspec.Raw(body))
+                reset_message = SessionMessage(type="reset", data=msgspec.Raw(body))
                 kind, data = await self._answer(reset_message, session)
                 if request.path == "/step" and kind != "error":
-                    step_message = Message(type="step", data=action)
+                    step_message = SessionMessage(type="step", data=action)
                     kind, data = await self._answer(step_message, session)
             finally:
                 self._close(session)
-        except (msgspec.MsgspecError, env_messages.Refused) as error:
+        except (msgspec.MsgspecError, env_messages.MessageRefused) as error:
             kind = "error"
             data = env_messages.refusal(error)
         status = STATUS.get(data.code, 422) if kind == "error" else 200
@@ -330,7 +336,7 @@ class EnvServer:
 
     def _new_state(self, name: str) -> dict[str, object]:
         """Return the state of a new session, for the answer to GET /state."""
-        return Session(self.envs[name], episode_s=0.0).describe()
+        return EnvSession(self.envs[name], episode_s=0.0).describe()
 
     def _session_list(self, name: str) -> list[dict[str, object]]:
         return [session.describe() for session in self.sessions.values()]
@@ -350,7 +356,7 @@ class EnvServer:
     def _schema(self, name: str) -> dict[str, object]:
         return {
             "action": msgspec.json.schema(Step),
-            "observation": msgspec.json.schema(Reply),
+            "observation": msgspec.json.schema(StepReply),
             "state": {"type": "object"},
         }
 

@@ -8,7 +8,7 @@ import msgspec
 
 from arealite.base import errors
 from arealite.base.errors import ArealiteError, EpisodeError, InvariantError, UserError
-from arealite.ext.hosting.server_config import Refusal
+from arealite.ext.hosting.server_config import SessionFailure
 
 encode = msgspec.json.Encoder().encode
 SERVING = "serving on "
@@ -41,7 +41,7 @@ class RemoteFailure(EpisodeError):
         self.failure_class = failure_class
 
 
-class Refused(Exception):
+class MessageRefused(Exception):
     """The server refuses a message. Its session is unchanged."""
 
     def __init__(self, message: str, code: str = INVALID) -> None:
@@ -52,7 +52,7 @@ class Refused(Exception):
 def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
     """Return a function that decodes JSON to `kind`.
 
-    The returned function raises Refused or msgspec.MsgspecError for an invalid message.
+    The returned function raises MessageRefused or msgspec.MsgspecError for an invalid message.
     """
     decode = msgspec.json.Decoder(kind).decode
 
@@ -60,14 +60,14 @@ def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
         encoded = raw.encode() if isinstance(raw, str) else bytes(raw)
         num_parts = encoded.count(b"[") + encoded.count(b"{")
         if num_parts > MAX_PARTS:
-            raise Refused(
+            raise MessageRefused(
                 f"the message has {num_parts} brackets and braces; the limit is {MAX_PARTS}",
                 "TOO_MANY_PARTS",
             )
         try:
             return decode(encoded)
         except (RecursionError, UnicodeDecodeError) as error:
-            raise Refused(str(error), "INVALID_JSON") from error
+            raise MessageRefused(str(error), "INVALID_JSON") from error
 
     return checked_decode
 
@@ -105,20 +105,20 @@ def frame(kind: str, data: object, max_bytes: int) -> str:
     return encoded.decode()
 
 
-def refusal(error: BaseException) -> Refusal:
+def refusal(error: BaseException) -> SessionFailure:
     """Return the message that tells a client of an error."""
     message = str(error)[:MAX_TEXT]
-    if isinstance(error, Refused):
-        return Refusal(message=message, code=error.code)
+    if isinstance(error, MessageRefused):
+        return SessionFailure(message=message, code=error.code)
     if isinstance(error, msgspec.MsgspecError):
         is_json = isinstance(error, msgspec.ValidationError)
-        return Refusal(message=message, code=INVALID if is_json else "INVALID_JSON")
+        return SessionFailure(message=message, code=INVALID if is_json else "INVALID_JSON")
     if not isinstance(error, ArealiteError):
         message = f"{type(error).__name__}: {message}"
-    return Refusal(message=message, failure_class=errors.failure_class(error))
+    return SessionFailure(message=message, failure_class=errors.failure_class(error))
 
 
-def failure(refused: Refusal, server: str) -> ArealiteError:
+def failure(refused: SessionFailure, server: str) -> ArealiteError:
     """Return the exception that an episode of the client fails with.
 
     Args:

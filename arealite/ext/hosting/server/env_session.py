@@ -19,14 +19,14 @@ from arealite.api.task import Task
 from arealite.api.turns import Turn
 from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
-from arealite.ext.hosting.server.env_messages import Refused
+from arealite.ext.hosting.server.env_messages import MessageRefused
 from arealite.ext.hosting.server_config import (
     EnvObservation,
-    Reply,
     Reset,
     SeatObservation,
     SeatReward,
     Step,
+    StepReply,
 )
 from arealite.impl.rollout.failures import root_error
 from arealite.system.health import waits
@@ -52,7 +52,7 @@ class RemoteSeat(Agent):
 
     trainable = False
 
-    def __init__(self, name: str, session: "Session", *, trainable: bool) -> None:
+    def __init__(self, name: str, session: "EnvSession", *, trainable: bool) -> None:
         unused = cast(Any, None)
         super().__init__(
             None,
@@ -92,7 +92,7 @@ class RemoteSeat(Agent):
         self._session.rewards.append(reward)
 
 
-class Session:
+class EnvSession:
     """The episodes of one client, played one after the other."""
 
     def __init__(self, env: Env, *, episode_s: float, name: str = "") -> None:
@@ -136,7 +136,7 @@ class Session:
             return "over"
         return "waiting" if self._waits else "running"
 
-    async def reset(self, task: Task, reset: Reset, env: Env | None = None) -> Reply:
+    async def reset(self, task: Task, reset: Reset, env: Env | None = None) -> StepReply:
         """Cancel the current episode, if any, and begin an episode of a task.
 
         Args:
@@ -163,17 +163,17 @@ class Session:
         self._run = asyncio.create_task(playing, name=f"episode {self.episode_id}")
         return await self._reply()
 
-    async def step(self, step: Step) -> Reply:
+    async def step(self, step: Step) -> StepReply:
         """Apply the action of a seat; return the next observation.
 
         A step for a wait that is already over changes nothing.
 
         Raises:
-            Refused: No episode is running, or the seat does not wait for a step.
+            MessageRefused: No episode is running, or the seat does not wait for a step.
             BaseException: The episode failed with this exception.
         """
         if self._run is None or (self._run.done() and not step.turn):
-            raise Refused("no episode is running. Send a reset first.")
+            raise MessageRefused("no episode is running. Send a reset first.")
         key = self._find(step)
         if key is not None:
             self.steps += 1
@@ -229,7 +229,7 @@ class Session:
     async def _play(self, task: Task, seats: dict[str, RemoteSeat]) -> None:
         """Play an episode; keep the exception with which it fails."""
         wait = waits.Wait(
-            what="an episode",
+            event="an episode",
             owner="env server",
             on="environment",
             seconds=self._episode_s,
@@ -257,9 +257,11 @@ class Session:
         if step.turn and step.turn <= self._turns[step.seat or self.env.seats[0]]:
             return None
         waiting = ", ".join(f"{seat} (turn {turn})" for seat, turn in self._waits) or "none"
-        raise Refused(f"seat '{step.seat}' does not wait for turn {step.turn}; waiting: {waiting}")
+        raise MessageRefused(
+            f"seat '{step.seat}' does not wait for turn {step.turn}; waiting: {waiting}"
+        )
 
-    async def _reply(self) -> Reply:
+    async def _reply(self) -> StepReply:
         """Wait until a seat waits or the episode is over; return what has happened since."""
         run = self._run
         has_several_seats = len(self.env.seats) > 1
@@ -282,7 +284,7 @@ class Session:
             observation = _only_observation(waiting[0], rewards)
         scores = [reward.value for reward in rewards if reward.value is not None]
         total_reward = sum(scores) if scores and not has_several_seats else None
-        return Reply(observation=observation, reward=total_reward, done=not waiting)
+        return StepReply(observation=observation, reward=total_reward, done=not waiting)
 
 
 async def _settle() -> None:

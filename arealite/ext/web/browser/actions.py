@@ -30,7 +30,7 @@ class BadAction(ValueError):
     """The agent's text is not a valid action. The agent gets the error's text."""
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
+class PageAction(msgspec.Struct, frozen=True, kw_only=True):
     """One parsed action."""
 
     verb: str
@@ -40,7 +40,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Depending on the verb: text to type, option, key, direction, address or answer."""
 
 
-def parse(answer: str) -> Command:
+def parse(answer: str) -> PageAction:
     """Parse the last action in an agent's text.
 
     Raises:
@@ -62,24 +62,24 @@ def parse(answer: str) -> Command:
     if verb != "stop" and not argument:
         example = "Enter" if verb == "press" else "url"
         raise BadAction(f"{verb} what? As in: {verb} [{example}]")
-    return Command(verb=verb, element=None, argument=argument)
+    return PageAction(verb=verb, element=None, argument=argument)
 
 
-def _with_id(verb: str, arguments: str) -> Command:
+def _with_id(verb: str, arguments: str) -> PageAction:
     match = WITH_ID.match(arguments)
     lacks_option = match is not None and match["argument"] is None and verb == "select"
     if match is None or lacks_option:
         form = FORMS_WITH_ID[verb]
         raise BadAction(f"{verb} needs the id of an element, as in: {form}")
-    return Command(verb=verb, element=int(match["id"]), argument=bare(match["argument"] or ""))
+    return PageAction(verb=verb, element=int(match["id"]), argument=bare(match["argument"] or ""))
 
 
-def _scroll(arguments: str) -> Command:
+def _scroll(arguments: str) -> PageAction:
     match = SCROLL.match(arguments)
     if match is None:
         raise BadAction("write scroll [up] or scroll [down]")
     element = int(match["id"]) if match["id"] else None
-    return Command(verb="scroll", element=element, argument=match["direction"].lower())
+    return PageAction(verb="scroll", element=element, argument=match["direction"].lower())
 
 
 def bare(argument: str) -> str:

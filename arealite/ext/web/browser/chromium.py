@@ -101,7 +101,7 @@ class Browser:
         Raises:
             BrowserCrash: The browser died and does not start again.
         """
-        with Wait(what="a free page", owner="browser", on="other episodes"):
+        with Wait(event="a free page", owner="browser", on="other episodes"):
             await self._slots.acquire()
         try:
             page = await self._take(storage_state)
@@ -135,7 +135,7 @@ class Browser:
             chromium = self._chromium
             try:
                 chromium = await self._ensure_browser()
-                with Wait(what="a new page", owner="browser", on="chromium", seconds=START_S):
+                with Wait(event="a new page", owner="browser", on="chromium", seconds=START_S):
                     return await self._new_page(chromium, storage_state)
             except self._errors as error:
                 reason = self._pages.first_line(error)
@@ -163,7 +163,7 @@ class Browser:
             if self._chromium is not None and self._chromium.is_connected():
                 return self._chromium
             await self._stop()
-            with Wait(what="the browser's start", owner="browser", on="chromium", seconds=START_S):
+            with Wait(event="the browser's start", owner="browser", on="chromium", seconds=START_S):
                 playwright = await self._pages.async_playwright().start()
                 self._playwright = playwright
                 chromium = await playwright.chromium.launch(
@@ -200,6 +200,6 @@ class Browser:
 
     async def _until_ended(self, ending: Awaitable[None]) -> None:
         """Wait until the browser or its driver has ended; ignore its errors."""
-        wait = Wait(what="the browser's end", owner="browser", on="chromium", seconds=STOP_S)
+        wait = Wait(event="the browser's end", owner="browser", on="chromium", seconds=STOP_S)
         with suppress(*self._errors), wait:
             await ending

@@ -16,7 +16,7 @@ from playwright.async_api import Page as Tab  # pyright: ignore[reportMissingImp
 from playwright.async_api import TimeoutError as LoadTimeout  # pyright: ignore[reportMissingImports]
 
 from arealite.base.errors import DeadlineError, EpisodeError
-from arealite.ext.web.browser.actions import BadAction, Command, destination, origin
+from arealite.ext.web.browser.actions import BadAction, PageAction, destination, origin
 from arealite.ext.web.config import BrowserConfig
 from arealite.system.health.waits import Wait
 
@@ -150,7 +150,7 @@ class Page:
                 await session.detach()
                 await self.tab.evaluate(STAY)
 
-    async def perform(self, command: Command) -> None:
+    async def perform(self, command: PageAction) -> None:
         """Perform an action, without waiting for its effects.
 
         Raises:
@@ -203,7 +203,7 @@ class Page:
 
     async def close(self) -> None:
         """Close the tab and its context; if they do not answer, they are left to the browser."""
-        wait = Wait(what="the end of a page", owner="browser", on="chromium", seconds=5.0)
+        wait = Wait(event="the end of a page", owner="browser", on="chromium", seconds=5.0)
         with suppress(Error, DeadlineError, RuntimeError), wait:
             await self.tab.context.close()
 
@@ -216,7 +216,7 @@ class Page:
         """
         timeout_s = self.config.timeout_s
         try:
-            with Wait(what=reply_name, owner="browser", on="chromium", seconds=timeout_s):
+            with Wait(event=reply_name, owner="browser", on="chromium", seconds=timeout_s):
                 yield
         except DeadlineError as error:
             raise PageTimeout(f"{reply_name} did not come within timeout_s={timeout_s}") from error

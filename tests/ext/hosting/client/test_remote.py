@@ -22,7 +22,7 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.ext.hosting.client import server_pool as servers_module
 from arealite.ext.hosting.client.server_pool import ServerPool, parse
 from arealite.ext.hosting.server.env_app import EnvServer
-from arealite.ext.hosting.server_config import EnvServerConfig, EnvServerOptions, Reply
+from arealite.ext.hosting.server_config import EnvServerConfig, EnvServerOptions, StepReply
 from tests.fakes.client import response
 from tests.fakes.env_hosts import Moods
 from tests.fakes.env_servers import collecting, failed, fake_openenv, hosted, played, wired
@@ -270,7 +270,7 @@ async def test_token_stays_out_of_the_log_when_a_server_answers_with_errors(monk
     app.router.add_get("/health", fail)
     async with TestServer(app) as host:
         config = EnvServersConfig(addresses=[str(host.make_url(""))], token_env="HOST_TOKEN")
-        servers = ServerPool(config, Reply)
+        servers = ServerPool(config, StepReply)
         with capture_logs() as events:
             await servers.start()
             try:

@@ -14,13 +14,14 @@ import pytest
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.env_config import EnvConfig
-from arealite.api.reward import FunctionRewardConfig, RewardConfig
+from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.games.config import MathEnvConfig
 from arealite.ext.hosting.server.env_app import EnvServer
-from arealite.ext.hosting.server.env_session import Session
+from arealite.ext.hosting.server.env_session import EnvSession
 from arealite.ext.hosting.server_config import EnvServerConfig, Reset, Step
+from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.system.health.waits import table
 from tests.fakes.env_hosts import Moods
 from tests.fakes.env_servers import Wire, hosted, wired
@@ -255,7 +256,7 @@ async def test_session_of_a_client_that_does_not_read_answers_is_closed() -> Non
 async def test_idle_session_is_closed_and_its_episode_cancelled() -> None:
     async with hosted("host_moods", idle_s=1000.0) as (server, address), wired(address) as wire:
         await wire.reset("fine", "idle")
-        (wait,) = (each for each in table if each.what == "a message")
+        (wait,) = (each for each in table if each.event == "a message")
         assert wait.seconds == 1000
         wait.expire()
         message = await wire.socket.receive(timeout=60)
@@ -357,7 +358,7 @@ class GivesUp(Env):
 
 
 async def test_step_for_a_cancelled_wait_changes_nothing() -> None:
-    session = Session(env := GivesUp(None, None), episode_s=60.0)
+    session = EnvSession(env := GivesUp(None, None), episode_s=60.0)
     await session.reset(Task(task_id="t", prompt="?", ground_truth=None, extra_info={}), Reset())
     env.first.cancel()
     late = await session.step(Step(text="late", turn=1))

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.ext.web.browser.actions import BadAction, Command, destination, origin, parse
+from arealite.ext.web.browser.actions import BadAction, PageAction, destination, origin, parse
 
 
 @pytest.mark.parametrize(
     ("text", "command"),
     [
-        ("click [12]", Command(verb="click", element=12)),
-        ("click 12", Command(verb="click", element=12)),
-        ("  Click [3]  ", Command(verb="click", element=3)),
-        ("```\nclick [3]\n```", Command(verb="click", element=3)),
-        ("`click [3]`", Command(verb="click", element=3)),
-        ("The OK button is right.\nclick [1]", Command(verb="click", element=1)),
-        ("click [1]\nno, rather:\nclick [2]", Command(verb="click", element=2)),
-        ("type [3] [hello world]", Command(verb="type", element=3, argument="hello world")),
-        ("type 3 hello", Command(verb="type", element=3, argument="hello")),
-        ("type [3] []", Command(verb="type", element=3, argument="")),
-        ("type [3] [a [b] c]", Command(verb="type", element=3, argument="a [b] c")),
-        ("select [4] [New York]", Command(verb="select", element=4, argument="New York")),
-        ("press [Enter]", Command(verb="press", element=None, argument="Enter")),
-        ("press Control+a", Command(verb="press", element=None, argument="Control+a")),
-        ("scroll [down]", Command(verb="scroll", element=None, argument="down")),
-        ("scroll UP [7]", Command(verb="scroll", element=7, argument="up")),
-        ("goto [/cart?id=1]", Command(verb="goto", element=None, argument="/cart?id=1")),
-        ("stop [42 EUR]", Command(verb="stop", element=None, argument="42 EUR")),
-        ("stop", Command(verb="stop", element=None, argument="")),
+        ("click [12]", PageAction(verb="click", element=12)),
+        ("click 12", PageAction(verb="click", element=12)),
+        ("  Click [3]  ", PageAction(verb="click", element=3)),
+        ("```\nclick [3]\n```", PageAction(verb="click", element=3)),
+        ("`click [3]`", PageAction(verb="click", element=3)),
+        ("The OK button is right.\nclick [1]", PageAction(verb="click", element=1)),
+        ("click [1]\nno, rather:\nclick [2]", PageAction(verb="click", element=2)),
+        ("type [3] [hello world]", PageAction(verb="type", element=3, argument="hello world")),
+        ("type 3 hello", PageAction(verb="type", element=3, argument="hello")),
+        ("type [3] []", PageAction(verb="type", element=3, argument="")),
+        ("type [3] [a [b] c]", PageAction(verb="type", element=3, argument="a [b] c")),
+        ("select [4] [New York]", PageAction(verb="select", element=4, argument="New York")),
+        ("press [Enter]", PageAction(verb="press", element=None, argument="Enter")),
+        ("press Control+a", PageAction(verb="press", element=None, argument="Control+a")),
+        ("scroll [down]", PageAction(verb="scroll", element=None, argument="down")),
+        ("scroll UP [7]", PageAction(verb="scroll", element=7, argument="up")),
+        ("goto [/cart?id=1]", PageAction(verb="goto", element=None, argument="/cart?id=1")),
+        ("stop [42 EUR]", PageAction(verb="stop", element=None, argument="42 EUR")),
+        ("stop", PageAction(verb="stop", element=None, argument="")),
     ],
 )
-def test_actions_are_parsed_in_the_forms_that_models_write(text: str, command: Command) -> None:
+def test_actions_are_parsed_in_the_forms_that_models_write(text: str, command: PageAction) -> None:
     assert parse(text) == command
 
 

@@ -18,7 +18,7 @@ from arealite.api.rollout_messages import Failure, Lease
 from arealite.api.task import Task
 from arealite.base.errors import RoleError
 from arealite.ext.evaluation.samples import Samples
-from arealite.impl.rollout.collector import Agents, Collector, Part
+from arealite.impl.rollout.collector import Agents, Collector, RunEnv
 from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
 from arealite.system.ledger.group import back_off_s, too_many_failures
@@ -37,7 +37,9 @@ class Job(NamedTuple):
 class ObservingCollector(Collector):
     """A collector that adds `next_state` to segments."""
 
-    def _make_agents(self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]) -> Agents:
+    def _make_agents(
+        self, part: RunEnv, lease: Lease, member: int, turns: Sequence[bytes]
+    ) -> Agents:
         agents = super()._make_agents(part, lease, member, turns)
         for agent in agents.values():
             watch(agent)

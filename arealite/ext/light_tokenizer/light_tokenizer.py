@@ -1,7 +1,7 @@
 """Loads the tokenizer of a model folder without importing torch and transformers.
 
-Importing transformers takes seconds of CPU time in each process. `Tokenizer` gives the results of
-transformers' object for the calls that agents make. Any other use of it loads transformers' object.
+Importing transformers takes seconds of CPU time in each process. `LightTokenizer` gives the results
+of transformers' object for the calls that agents make. Any other use loads transformers' object.
 """
 
 import threading
@@ -15,6 +15,7 @@ from typing import Any, cast
 from tokenizers import AddedToken, Encoding
 from tokenizers.models import BPE
 
+from arealite.api.tokenizer import load_with_transformers
 from arealite.ext.light_tokenizer.tokenizer_folder import (
     DATA,
     TokenizerParts,
@@ -27,22 +28,12 @@ CLEAN_UPS = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"
 """Texts whose outer spaces `decode` removes if the folder demands it."""
 
 
-def load_tokenizer(path: str) -> "Tokenizer":
-    """Load the tokenizer of a folder; it is transformers' object if only transformers can read it.
-
-    Raises:
-        Exception: transformers cannot read the folder, either.
-    """
+def read(path: str) -> "LightTokenizer | None":
+    """Read the tokenizer of a folder; return None if only transformers can read it."""
     try:
-        return Tokenizer(path, read_tokenizer(Path(path)))
+        return LightTokenizer(path, read_tokenizer(Path(path)))
     except UnsupportedError:
-        return cast(Tokenizer, _load_transformers(path))
-
-
-def _load_transformers(path: str) -> Any:
-    from transformers import AutoTokenizer  # slow to import
-
-    return AutoTokenizer.from_pretrained(path)  # pyright: ignore
+        return None
 
 
 def _or_transformers(*errors: type[Exception]) -> Callable[..., Any]:
@@ -53,7 +44,7 @@ def _or_transformers(*errors: type[Exception]) -> Callable[..., Any]:
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def call(self: "Tokenizer", *args: Any, **options: Any) -> Any:
+        def call(self: "LightTokenizer", *args: Any, **options: Any) -> Any:
             if self.full_object is None:
                 with suppress(UnsupportedError, *errors):
                     return method(self, *args, **options)
@@ -64,7 +55,7 @@ def _or_transformers(*errors: type[Exception]) -> Callable[..., Any]:
     return decorate
 
 
-class Tokenizer:
+class LightTokenizer:
     """The tokenizer of a folder.
 
     An attribute or an option that this class lacks, and any assignment to an attribute, load
@@ -225,7 +216,7 @@ class Tokenizer:
         """Load transformers' object, once. It shares the backend, so that its tokens are equal."""
         with _lock:
             if self.full_object is None:
-                full = _load_transformers(self._path)
+                full = load_with_transformers(self._path)
                 full._tokenizer = self.backend_tokenizer
                 self.__dict__["full_object"] = full
         return self.full_object

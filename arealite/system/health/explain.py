@@ -167,7 +167,7 @@ def _longest_wait(roles: Sequence[RoleStatus]) -> str:
     """Describe the longest wait for anything but a role, for example for an environment."""
     role_names = {role.name for role in roles} | {ITSELF, OTHER_RANKS}
     waits = [
-        (wait.waited_s + role.age_s, f"{role.name}: {wait.what} on {wait.on}")
+        (wait.waited_s + role.age_s, f"{role.name}: {wait.event} on {wait.on}")
         for role in roles
         for wait in role.vitals.waits
         if wait.on not in role_names
@@ -193,7 +193,7 @@ def _table_row(role: RoleStatus, state: str, graph: WaitGraph) -> Iterator[str]:
 
 
 def _describe_wait(role: RoleStatus, wait: Waits, graph: WaitGraph) -> str:
-    description = f"{wait.count} x {wait.what}" if wait.count > 1 else wait.what
+    description = f"{wait.count} x {wait.event}" if wait.count > 1 else wait.event
     on = wait.on
     if on == OTHER_RANKS:
         on = ", ".join(sorted(graph.targets(role, wait))) or on

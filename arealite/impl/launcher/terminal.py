@@ -1,18 +1,17 @@
-"""A terminal that keeps the panel at its bottom, below all printed lines.
-
-The panel itself is a module of its own, because it is drawn into pipes and files, too.
-"""
+"""A terminal that keeps a panel at its bottom, below all printed lines."""
 
 import os
 import sys
+from collections.abc import Callable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from arealite.base.printable import printable, unguarded
-from arealite.ext.view.panel import panel
-from arealite.ext.view.snapshot import RunReader
+
+Render = Callable[[int, int], RenderableType]
+"""Returns a panel of at most a width and a height, in characters."""
 
 
 class Terminal(Console):
@@ -54,15 +53,11 @@ class Terminal(Console):
         """Return a context that keeps the panel below all lines printed in its body."""
         return Live(console=self, auto_refresh=False, redirect_stderr=os.isatty(2))
 
-    def draw(self, live: Live, watch: RunReader) -> None:
-        """Read the run, then draw its panel; printing blocks only while it is drawn."""
+    def draw(self, live: Live, render: Render) -> None:
+        """Render the panel, then draw it; printing blocks only while it is drawn."""
         try:
             # Two columns at the right are left for the ^C that a terminal echoes.
-            shown = panel(
-                watch.read(),
-                width=self.width - 2,
-                height=self.height - 1,
-            )
+            shown = render(self.width - 2, self.height - 1)
         except Exception as error:  # noqa: BLE001  (the panel must not end the run)
             shown = Text(f"no panel: {error!r}", no_wrap=True)
         live.update(shown, refresh=True)

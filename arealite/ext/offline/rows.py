@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.offline import CheckedRows
 from arealite.api.payloads import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.trial_files import RunPaths
-from arealite.ext.offline.examples import Example, Row, RowEncoder
+from arealite.ext.offline.examples import Example, RowEncoder
 from arealite.system.data.dataset import EMPTY, identity
 from arealite.system.data.forms import chat_row, renamed
-from arealite.system.data.sources import is_saved, parquet_columns, read_rows
+from arealite.system.data.sources import PlacedRow, is_saved, parquet_columns, read_rows
 from arealite.system.ledger.ledger import open_read_only
 from arealite.system.ledger.payload_checks import whole_payload
 
@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 
-def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
+def read_dataset(config: ExperimentConfig) -> tuple[list[PlacedRow], list[PlacedRow]]:
     """Read the rows of an offline trainer.
 
     Returns:
@@ -55,7 +55,7 @@ def load_rows(
     *,
     min_reward: float | None = None,
     columns: Mapping[str, str] = EMPTY,
-) -> list[Row]:
+) -> list[PlacedRow]:
     """Read rows from a dataset, or from the ledger of a run.
 
     Args:
@@ -73,7 +73,7 @@ def load_rows(
     if ledger.suffix == ".sqlite":
         rows = _collected(ledger)
     else:
-        rows: list[Row] = []
+        rows: list[PlacedRow] = []
         for place, row in read_rows(path, split, () if columns else COLUMNS):
             columns_of_row = renamed(row, chat_row(row), columns, place, COLUMNS)
             rows.append((place, columns_of_row))
@@ -90,7 +90,7 @@ def load_rows(
     return rewarded
 
 
-def _reward(row: Row, *, default: float) -> float:
+def _reward(row: PlacedRow, *, default: float) -> float:
     """Return the reward of a row; `default` without one."""
     place, columns = row
     reward = columns.get("reward")
@@ -99,14 +99,14 @@ def _reward(row: Row, *, default: float) -> float:
     return default if reward is None else reward
 
 
-def _collected(ledger: Path) -> list[Row]:
+def _collected(ledger: Path) -> list[PlacedRow]:
     """Return one row for each segment of the trajectories in a ledger."""
     with open_read_only(ledger) as db:
         query = (
             "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
             "ORDER BY rowid"
         )
-        rows: list[Row] = []
+        rows: list[PlacedRow] = []
         for trajectory_id, reward, payload in db.execute(query):
             for segment in decode_segments(whole_payload(db, payload)):
                 columns: dict[str, object] = {
@@ -118,23 +118,12 @@ def _collected(ledger: Path) -> list[Row]:
         return rows
 
 
-def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str]:
+def identity_of_rows(config: ExperimentConfig, rows: list[PlacedRow]) -> dict[str, str]:
     """Return the names and values that must not change within a trial of an offline trainer."""
     return identity(config, [columns for _, columns in rows])
 
 
-class Checked(NamedTuple):
-    """The result of `check_examples`."""
-
-    identity: dict[str, str]
-    """Names and values that must not change within the trial."""
-    untrained: list[str]
-    """Places of rows that are not trained, because their context fills `max_tokens`."""
-    unread: str
-    """Names of columns and of keys of messages that nothing reads, as a text; "" without any."""
-
-
-def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checked:
+def check_examples(config: ExperimentConfig, model: dict[str, object]) -> CheckedRows:
     """Check that the rows of an offline trainer can be used.
 
     Args:
@@ -164,7 +153,7 @@ def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checke
     for path in filter(None, [config.dataset.train, config.dataset.eval]):
         other_columns = [name for name in parquet_columns(path) if name not in COLUMNS]
         encoder.note_columns(other_columns)
-    return Checked(
+    return CheckedRows(
         identity=identity_of_rows(config, train),
         untrained=untrained,
         unread=str(encoder.unread),

@@ -16,18 +16,19 @@ import torch
 
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
-from arealite.api.engine import LossFn, LossInput, Sequence, Training
+from arealite.api.engine import LossFn, LossInput, Sequence, Stats, Training
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.ext.offline.examples import Example, Row, RowEncoder
+from arealite.ext.offline.examples import Example, RowEncoder
+from arealite.ext.offline.rows import identity_of_rows, read_dataset
 from arealite.impl.engine.micro_batches import collate
 from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Components, Engines, make_engine
-from arealite.impl.trainer.metrics import ENGINE, Metrics, Stats
-from arealite.system.data.chats import identity_of_rows, read_dataset
+from arealite.impl.trainer.metrics import ENGINE, Metrics
 from arealite.system.data.dataset import permutation
+from arealite.system.data.sources import PlacedRow
 
 logger = log.get(__name__)
 
@@ -128,7 +129,7 @@ class OfflineTrainer(BaseTrainer):
         rows = [self.train_rows[index] for index in order[begin:end]]
         return self.deal(rows)
 
-    def deal(self, rows: list[Row]) -> Minibatch:
+    def deal(self, rows: list[PlacedRow]) -> Minibatch:
         """Encode and weight the rows of one batch; every rank gets about the same tokens."""
         examples = [self.encode(row) for row in rows]
         units = self.make_units(examples)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.ext.evaluation.pass_at_k import default_ks, mean_of_tasks, mean_pass_at_k, pass_at_k
+from arealite.algo.pass_at_k import default_ks, mean_of_tasks, mean_pass_at_k, pass_at_k
 
 
 @given(

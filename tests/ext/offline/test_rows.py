@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arealite.api.episode import Record
+from arealite.api.episode import EpisodeRecord
 from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.payloads import encode_segments
@@ -20,9 +20,10 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.demo.tiny_model import make_tokenizer
 from arealite.ext.offline import examples
+from arealite.ext.offline import rows as chats
 from arealite.ext.offline.config import OfflineConfig, SFTConfig
 from arealite.impl.rollout.collector import make_segments
-from arealite.system.data import chats, templates
+from arealite.system.data import templates
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer
 from tests.system.data.test_dataset import jsonl, parquet
@@ -108,7 +109,7 @@ def test_turns_last_trains_only_the_last_answer() -> None:
 
 def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
     tokenizer = make_tokenizer_with_chat()
-    messages, record = [USER, ANSWER, AGAIN, SECOND], Record()
+    messages, record = [USER, ANSWER, AGAIN, SECOND], EpisodeRecord()
     for index in (1, 3):
         said = tokenizer(messages[index]["content"])["input_ids"] + [tokenizer.eos_token_id]
         count = len(said)

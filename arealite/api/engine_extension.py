@@ -1,0 +1,137 @@
+"""Extensions of the train engine `fsdp`, which change its model, its micro-batches or its weights.
+
+Adapters, ranks that share rows and experts that servers recorded are such extensions. Shape
+letters: B = rows (1 where they are packed), W = input width, N = loss tokens, R = bytes of a
+token's recorded experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from arealite.api.engine import LossFn, Sequence
+from arealite.api.engine_config import FSDPConfig, Head
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedModel
+
+Full = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Gathers a parameter's shards. All ranks call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Tensors of one forward pass, on the engine's device."""
+
+    input_ids_BW: torch.Tensor
+    """int64: rows right-padded with 0, or packed prefix trees [1, W]. The last token of a row is no
+    input."""
+    attention: dict[str, object]
+    """Further arguments of the decoder for packed rows; {} for padded ones."""
+    inputs: list[torch.Tensor]
+    """int64 for each row: positions of its inputs in the flattened [B · W] tokens."""
+    index_N: torch.Tensor
+    """int64: which of the flattened [B · W] hidden states predicts each loss token."""
+    targets_N: torch.Tensor
+    """int64: the loss tokens."""
+    temperature_N: torch.Tensor
+    rows_N: torch.Tensor
+    fields: dict[str, torch.Tensor]
+    own_N: torch.Tensor | None = None
+    """int64: the loss tokens that this rank computes, of those in `rows_N` and `fields`; None:
+    all. Only ranks that share rows divide them; `index_N`, targets and temperatures are its own."""
+    routing_BWR: torch.Tensor | None = None
+    """uint8: the recorded experts of each input, R bytes, 255 where none are recorded; None: no
+    row has a record."""
+    replays_routing: bool = True
+    """As in TrainEngine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """An engine under construction."""
+
+    config: FSDPConfig
+    module: PreTrainedModel
+    """The model. Its parameters are on the meta device."""
+    source: Path
+    """The model's folder."""
+    head: Head
+    device: torch.device
+    is_trained: bool
+    adapter: Path | None
+    """Folder of an adapter from which the training starts."""
+
+
+class EngineExtension:
+    """Extends one engine. All ranks call its methods in the same order.
+
+    A method that a class does not override changes nothing.
+    """
+
+    own_parameters: frozenset[str] = frozenset()
+    """Parameters that the extension put into the model. They are float32, and are neither in the
+    model's files nor among the exported weights."""
+    file_names: Mapping[str, str] = MappingProxyType({})
+    """The name in the model's files of each tensor that has another name in the model."""
+    num_sharing: int = 1
+    """Number of ranks that compute the same rows together."""
+    is_counted: bool = True
+    """Whether the stats of this rank count: one of the ranks that share rows."""
+
+    def change_layers(self) -> None:
+        """Modify layers or attention, after the layout's attention is set and before sharding."""
+
+    def first_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        """Return the first value of one of `own_parameters`, equal on all ranks."""
+        raise NotImplementedError
+
+    def finish_loading(self) -> None:
+        """Modify parameters, after they have the values of the model's folder."""
+
+    def frozen(self) -> EngineExtension | None:
+        """Return the extension of a frozen engine on the same parameters, or None.
+
+        This engine keeps the current outputs.
+        """
+        return self
+
+    def forward_passes(self) -> AbstractContextManager[None]:
+        """Return a context of all passes of `TrainEngine.forward`."""
+        return nullcontext()
+
+    def gather_rows(self, rows: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Return the rows to compute, and the index of the first of `rows` in them."""
+        return rows, 0
+
+    def changed_batch(self, batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch that this rank computes next."""
+        return batch
+
+    def gather_outputs(
+        self, outputs: dict[str, torch.Tensor], batch: MicroBatch
+    ) -> dict[str, torch.Tensor]:
+        """Return the outputs of all loss tokens of a micro-batch from those of this rank."""
+        return outputs
+
+    def added_loss(self, loss_fn: LossFn, rows: list[Sequence]) -> LossFn:
+        """Return the loss function of an update over `rows`, which is called per micro-batch."""
+        return loss_fn
+
+    def take_stats(self) -> dict[str, float]:
+        """End a `forward` or an update; return its stats on this rank, to be summed over ranks."""
+        return {}
+
+    def merged(self, name: str, weight: torch.Tensor, full: Full) -> torch.Tensor | None:
+        """Return the full value to export for a parameter; None: its own value."""
+        return None
+
+    def export(self, folder: Path | None, full: Full) -> None:
+        """Write further files into an exported folder; None: only gather parameters."""

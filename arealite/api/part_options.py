@@ -1,0 +1,59 @@
+"""What the core asks the options of a part, besides the values of their fields.
+
+The config class of a part derives from the class of its kind here, if the answer of that class is
+not its own. The core reads them without an import of the part.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from arealite.api.fields import Constraints
+
+if TYPE_CHECKING:
+    from arealite.api.experiment_config import ExperimentConfig
+
+
+class EnvOptions:
+    """Options of an environment."""
+
+    reads_columns: ClassVar[bool] = False
+    """Whether the environment reads `Task.columns`."""
+
+
+class RewardOptions:
+    """Options of a reward function."""
+
+    def unused_constraints(self, chosen: str) -> Constraints:
+        """Yield the constraints of these options if `chosen`, another type, is the reward's.
+
+        Each error begins with an option of the section `reward`.
+        """
+        yield from ()
+
+
+class ServerOptions:
+    """Options of an LLM server."""
+
+    is_kept: ClassVar[bool] = False
+    """Whether a small parent process starts the server again when it dies or hangs. These options
+    then have a `max_restarts`. Other servers restart their own processes."""
+
+
+class PublisherOptions:
+    """Options of a weight publisher."""
+
+    needs_servers: ClassVar[bool] = True
+    """Whether the run needs LLM servers."""
+
+    def check_host(self, host: str) -> None:
+        """Check that the publisher can use this host, at which trainer rank 0 will run.
+
+        Raises:
+            UserError: It cannot: a port is in use, say.
+        """
+
+    def run_constraints(self, config: "ExperimentConfig") -> Constraints:
+        """Yield the constraints between this publisher and other options of a run.
+
+        Each error begins with an option's whole name.
+        """
+        yield from ()

@@ -1,0 +1,88 @@
+"""The reason of a failed process, as a record for the process that started it.
+
+A parent names a file in an environment variable. A command of AReaLite that fails writes its record
+there; a process that is killed, or is another program, writes none.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from arealite.base.errors import ArealiteError, first_of
+from arealite.base.files import replacing
+
+VARIABLE = "AREALITE_EXIT_RECORD"
+"""Environment variable with the path of the record."""
+MAX_REASON = 500
+"""Longest reason, in characters."""
+
+
+class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a process ended. Filled by the process itself."""
+
+    reason: str
+    """One line: the message of a deliberately raised error; else the type and the first line of the
+    message of the exception, in an exception group that of the last leaf."""
+    is_deliberate: bool
+    """Whether it is an ArealiteError: a wrong input, a broken invariant, a lost role."""
+
+
+_files: list[Path] = []
+"""The file of this process's record; [] without a parent that reads it."""
+
+
+def path_of(log: Path) -> Path:
+    """Return the file of the record of a process, beside its log."""
+    return log.with_suffix(".exit.json")
+
+
+def claim() -> None:
+    """Remove the record's path from the environment, so that children do not inherit it."""
+    path = os.environ.pop(VARIABLE, "")
+    _files[:] = [Path(path)] if path else []
+
+
+def write(error: BaseException) -> None:
+    """Write the record of this process's end, if its parent reads it."""
+    for file in _files:
+        with suppress(OSError), replacing(file) as temporary:  # a full disk must hide no error
+            temporary.write_bytes(msgspec.json.encode(record_of(error)))
+
+
+def read(file: Path) -> ExitRecord | None:
+    """Return the record of an ended process; None if it wrote none."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ExitRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def record_of(error: BaseException) -> ExitRecord:
+    """Return the record of a process that ends with `error`."""
+    deliberate = first_of(error, ArealiteError)
+    if deliberate is not None:
+        return ExitRecord(reason=_cut(str(deliberate)), is_deliberate=True)
+    leaf = _last_leaf(error)
+    message = leaf.msg if isinstance(leaf, SyntaxError) else str(leaf)
+    first_line = next(iter(message.strip().splitlines()), "")
+    error_class = type(leaf)
+    name = error_class.__qualname__
+    if error_class.__module__ not in ("builtins", "__main__"):
+        name = f"{error_class.__module__}.{name}"
+    reason = f"{name}: {first_line}" if first_line else name
+    return ExitRecord(reason=_cut(reason), is_deliberate=False)
+
+
+def _last_leaf(error: BaseException) -> BaseException:
+    """Return the last exception in an exception group, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        *_, error = group.exceptions
+    return error
+
+
+def _cut(reason: str) -> str:
+    return " ".join(reason.split())[:MAX_REASON]

@@ -1,0 +1,52 @@
+"""Options of the embedded server, in a process of its own or in the trainer's."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from arealite.api.fields import Constraints, opt
+from arealite.api.part_options import PublisherOptions, ServerOptions
+
+if TYPE_CHECKING:
+    from arealite.api.experiment_config import ExperimentConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedServerConfig(ServerOptions):
+    """The built-in server: a transformers model behind SGLang's protocol, in one process."""
+
+    is_kept: ClassVar[bool] = True
+
+    max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
+    num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
+    device: str = opt("auto", "auto, cpu or cuda")
+    max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPublisherConfig(PublisherOptions):
+    """The publisher of a run without servers: the trainer generates while it waits for a batch."""
+
+    needs_servers: ClassVar[bool] = False
+
+    max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
+
+    def run_constraints(self, config: "ExperimentConfig") -> Constraints:
+        """Yield the constraints of a run whose trainer generates with the trained parameters."""
+        key = "trainer.ppo.publisher.type=shared"
+        num_ranks = config.launcher.trainer_ranks
+        yield num_ranks == 1, f"{key} needs launcher.trainer_ranks=1, not {num_ranks}."
+        has_servers = config.llm_server.addresses or config.launcher.llm_servers
+        yield (
+            not has_servers,
+            f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers.",
+        )
+        fsdp = config.trainer.ppo.engine.fsdp
+        trains_adapter = fsdp.lora.rank > 0 or bool(config.model.adapter)
+        keeps_float32 = fsdp.dtype == "float32" or trains_adapter
+        yield (
+            keeps_float32 and not fsdp.cpu_offload,
+            (
+                f"{key} generates from the trained parameters: "
+                "use engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
+            ),
+        )
