@@ -21,8 +21,8 @@ class WaitExpirer:
         self._waits: list[tuple[asyncio.AbstractEventLoop, Wait]] = []
         monkeypatch.setattr(module, "Wait", self._make)
 
-    def _make(self, what: str, **limits: Any) -> Wait:
-        wait = Wait(event=what, **limits)
+    def _make(self, event: str, **limits: Any) -> Wait:
+        wait = Wait(event=event, **limits)
         self._waits.append((asyncio.get_running_loop(), wait))
         return wait
 

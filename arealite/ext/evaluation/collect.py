@@ -44,12 +44,19 @@ SampleKey = tuple[int, int, str]
 def main(argv: Sequence[str]) -> int:
     """Collect trajectories; return 1 if samples failed or no trajectory was selected."""
     argv, used_flags = translate(argv, WORDS)
-    config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
+    config = configs.parse(
+        CollectConfig,
+        argv,
+        command="arealite collect",
+        description=DESCRIPTION,
+    )
     outputs.protect()
-    config = sampling_run.with_defaults(configs.resolve_host(config), used_flags, "train")
+    config = configs.resolve_host(config)
+    config = sampling_run.with_defaults(config, used_flags, "train")
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
-        raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
+        unknown_suffix = unknown("suffix", out.suffix, SUFFIXES)
+        raise UserError(f"{unknown_suffix} out={out}.")
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"out={out} is a folder, or its parent folder does not exist. Name a file.")
     check_folder(out.parent.absolute(), "folder", "out")
@@ -57,14 +64,19 @@ def main(argv: Sequence[str]) -> int:
     with sampling_run.sampled(config, "train") as (tasks, samples, failed):
         selected = select(config, len(tasks), samples)
         tokenizer: Any = load_tokenizer(config.model.path)
-        num_rows = write_rows(out, rows(tasks, samples, selected, tokenizer.decode))
+        file_rows = rows(tasks, samples, selected, tokenizer.decode)
+        num_rows = write_rows(out, file_rows)
     print(fold(f"{out}: {num_rows} rows of {len(selected)} trajectories"))
     if sampling_run.report_failed(failed):
         return 1
     return 0 if num_rows else 1
 
 
-def select(config: CollectConfig, num_tasks: int, samples: Samples) -> set[SampleKey]:
+def select(
+    config: CollectConfig,
+    num_tasks: int,
+    samples: Samples,
+) -> set[SampleKey]:
     """Select trajectories: rewards within the bounds, then the `best_of` of each task and seat.
 
     A trajectory without a score is within no bound, and comes after all others.
@@ -79,7 +91,8 @@ def select(config: CollectConfig, num_tasks: int, samples: Samples) -> set[Sampl
                 ranked_members[task, header.seat].append((rank, member))
     selected = set[SampleKey]()
     for (task, seat), members in ranked_members.items():
-        for _, member in sorted(members)[: config.best_of or None]:
+        best_members = sorted(members)[: config.best_of or None]
+        for _, member in best_members:
             selected.add((task, member, seat))
     return selected
 
@@ -107,11 +120,13 @@ def rows(
         if selected.isdisjoint(keys):
             continue
         payloads = samples.payloads(task, member)
-        for key, header, payload in zip(keys, headers, payloads, strict=True):
+        trajectories = zip(keys, headers, payloads, strict=True)
+        for key, header, payload in trajectories:
             if key not in selected:
                 continue
             shared = shared_columns(tasks[task], header)
-            for number, segment in enumerate(decode_segments(payload)):
+            segments = decode_segments(payload)
+            for number, segment in enumerate(segments):
                 yield {
                     "sample": member,
                     "segment": number,
@@ -140,12 +155,16 @@ def shared_columns(task: Task, header: TrajectoryHeader) -> FileRow:
 def columns(segment: Segment, decode: Callable[..., object]) -> FileRow:
     """Return the columns of a segment: its tokens, and the sampled tokens as text."""
     tokens = np.frombuffer(segment.tokens, "<i4")
-    mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
+    mask_bytes = np.frombuffer(segment.loss_mask, np.uint8)
+    mask = mask_bytes.astype(bool)
+    sampled_tokens = tokens[mask].tolist()
+    logprobs = np.frombuffer(segment.logprobs, "<f4")
+    versions = np.frombuffer(segment.versions, "<i4")
     return {
-        "text": str(decode(tokens[mask].tolist(), skip_special_tokens=True)),
+        "text": str(decode(sampled_tokens, skip_special_tokens=True)),
         "next_state": segment.next_state or None,
         "tokens": tokens.tolist(),
         "loss_mask": mask.tolist(),
-        "logprobs": np.frombuffer(segment.logprobs, "<f4").tolist(),
-        "versions": np.frombuffer(segment.versions, "<i4").tolist(),
+        "logprobs": logprobs.tolist(),
+        "versions": versions.tolist(),
     }

@@ -45,9 +45,15 @@ EvalScores = dict[str, Any]
 def main(argv: Sequence[str]) -> int:
     """Evaluate a model; return 1 if samples failed."""
     argv, used_flags = translate(argv, WORDS)
-    config = configs.parse(EvaluateConfig, argv, command="arealite eval", description=DESCRIPTION)
+    config = configs.parse(
+        EvaluateConfig,
+        argv,
+        command="arealite eval",
+        description=DESCRIPTION,
+    )
     outputs.protect()
-    config = sampling_run.with_defaults(configs.resolve_host(config), used_flags, "eval")
+    config = configs.resolve_host(config)
+    config = sampling_run.with_defaults(config, used_flags, "eval")
     _check_ks(config)
     if config.trainer.ppo.collector.envs:
         preflight.check_sources(config)
@@ -57,8 +63,9 @@ def main(argv: Sequence[str]) -> int:
     with sampling_run.sampled(config, "eval") as (tasks, samples, failed):
         result = report(config, tasks, samples)
     result["failed"] = dict(failed)
+    json_text = json.dumps(result, indent=2, allow_nan=False)
     with replacing(out) as temporary:
-        temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+        temporary.write_text(f"{json_text}\n")
     show(result)
     print(out)
     return sampling_run.report_failed(failed)
@@ -89,7 +96,11 @@ def _output_file(config: EvaluateConfig) -> Path:
     return out
 
 
-def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> EvalScores:
+def report(
+    config: EvaluateConfig,
+    tasks: Sequence[Task],
+    samples: Samples,
+) -> EvalScores:
     """Return the result as JSON: one row for each source and seat, and the failures."""
     headers_by_task: defaultdict[tuple[str, str], defaultdict[int, list[TrajectoryHeader]]]
     headers_by_task = defaultdict(lambda: defaultdict(list))
@@ -102,14 +113,13 @@ def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> E
             headers_by_task[source, header.seat][row].append(header)
             versions |= {header.oldest_version, header.newest_version}
     ks = _ks(config, tasks)
-    results = [
-        {"source": source, "seat": seat, **score(config, ks, [*by_task.values()])}
-        for (source, seat), by_task in sorted(headers_by_task.items())
-    ]
-    failures = {
-        name: {"attempts": attempts, "first": message}
-        for name, (attempts, message) in samples.failures().items()
-    }
+    results = list[EvalScores]()
+    for (source, seat), by_task in sorted(headers_by_task.items()):
+        scores = score(config, ks, [*by_task.values()])
+        results.append({"source": source, "seat": seat, **scores})
+    failures = EvalScores()
+    for name, (attempts, message) in samples.failures().items():
+        failures[name] = {"attempts": attempts, "first": message}
     return {
         "model": config.model.path,
         "n": config.n,
@@ -132,7 +142,9 @@ def _ks(config: EvaluateConfig, tasks: Sequence[Task]) -> Sequence[int]:
 
 
 def score(
-    config: EvaluateConfig, ks: Sequence[int], by_task: Sequence[Sequence[TrajectoryHeader]]
+    config: EvaluateConfig,
+    ks: Sequence[int],
+    by_task: Sequence[Sequence[TrajectoryHeader]],
 ) -> EvalScores:
     """Return the averages of one seat over the tasks of one source.
 
@@ -145,7 +157,11 @@ def score(
     for rewards in rewards_by_task:
         num_solved = sum(reward >= config.solved for reward in rewards)
         solved_counts.append((len(rewards), num_solved))
-    rates = {str(k): mean_pass_at_k(solved_counts, k) for k in ks}
+    solved_rates = EvalScores()
+    for k in ks:
+        rate = mean_pass_at_k(solved_counts, k)
+        if rate:
+            solved_rates[str(k)] = as_json(rate)
     task_means = [fmean(rewards) for rewards in rewards_by_task if rewards]
     mean_reward = mean_of_tasks(task_means) if task_means else UNKNOWN
     return {
@@ -153,7 +169,7 @@ def score(
         "samples": len(all_headers),
         "unscored": len(all_headers) - num_scored,
         "reward": as_json(mean_reward),
-        "pass": {k: as_json(rate) for k, rate in rates.items() if rate},
+        "pass": solved_rates,
         "parts": means(header.reward_parts for header in all_headers),
         "tokens": fmean(header.trained_tokens for header in all_headers),
         "turns": fmean(header.turns for header in all_headers),
@@ -168,20 +184,30 @@ def _rewards(headers: Sequence[TrajectoryHeader]) -> list[float]:
 
 def as_json(estimate: Estimate) -> dict[str, float | None]:
     """Convert an estimate to JSON, with None for infinity."""
-    return {
-        name: number if abs(number) < inf else None for name, number in estimate._asdict().items()
-    }
+    finite_numbers = dict[str, float | None]()
+    for name, number in estimate._asdict().items():
+        is_finite = abs(number) < inf
+        finite_numbers[name] = number if is_finite else None
+    return finite_numbers
 
 
 def show(result: EvalScores) -> None:
     """Print the result as a table with one number per line, narrow enough for any terminal."""
-    table = Table(title=f"{result['model']}, n={result['n']}", caption=result["intervals"])
+    table = Table(
+        title=f"{result['model']}, n={result['n']}",
+        caption=result["intervals"],
+    )
     for name in ("source", "what", "mean", "95 %"):
-        table.add_column(name, justify="right" if name == "mean" else "left", overflow="fold")
+        table.add_column(
+            name,
+            justify="right" if name == "mean" else "left",
+            overflow="fold",
+        )
     for row in result["results"]:
         _add_rows(table, row)
     terminal = Terminal()
-    terminal.width = terminal.width if terminal.is_terminal else 1000
+    if not terminal.is_terminal:
+        terminal.width = 1000
     terminal.print(table, soft_wrap=False)
     for name, failure in result["failures"].items():
         print(fold(f"{failure['attempts']} × {name}: {failure['first']}"))
@@ -202,7 +228,13 @@ def _add_rows(table: Table, row: EvalScores) -> None:
     num_unscored = row.get("unscored")
     if num_unscored:
         counts += f", {num_unscored} without a score"
-    table.add_row("", "truncated", f"{row['truncated']:.3f}", counts, end_section=True)
+    table.add_row(
+        "",
+        "truncated",
+        f"{row['truncated']:.3f}",
+        counts,
+        end_section=True,
+    )
 
 
 def _mean_and_interval(estimate: dict[str, float | None]) -> tuple[str, str]:
@@ -211,5 +243,6 @@ def _mean_and_interval(estimate: dict[str, float | None]) -> tuple[str, str]:
     low = estimate["low"]
     high = estimate["high"]
     mean_cell = "–" if mean is None else f"{mean:.3f}"
-    interval_cell = "" if low is None or high is None else f"{low:.3f} … {high:.3f}"
-    return mean_cell, interval_cell
+    if low is None or high is None:
+        return mean_cell, ""
+    return mean_cell, f"{low:.3f} … {high:.3f}"

@@ -39,13 +39,15 @@ class Samples:
         Raises:
             UserError: the file has samples of another model, config or dataset.
         """
-        stored = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
+        meta_rows = self._db.execute("SELECT key, value FROM meta")
+        stored = dict(meta_rows.fetchall())
         for key, now in identity.items():
             before = stored.get(key, now)
             if before == now:
                 continue
             difference = f"with another {key}"
-            if max(len(before), len(now)) <= SHOWN:
+            longest = max(len(before), len(now))
+            if longest <= SHOWN:
                 difference = f"with {key}={before}, now it is {now}"
             raise UserError(
                 f"{self.file.parent} was started {difference}. Restore it, or choose another name=…"
@@ -63,14 +65,20 @@ class Samples:
         payloads: list[bytes],
     ) -> None:
         """Store a finished episode; return when it is durable."""
-        row = (task, episode.member, encode(episode.headers), encode(payloads))
+        row = (
+            task,
+            episode.member,
+            encode(episode.headers),
+            encode(payloads),
+        )
         sql = "INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)"
         await asyncio.to_thread(self._write, sql, row)
 
     async def fail(self, failure: Failure) -> None:
         """Count a failed attempt; return when the count is durable."""
         sql = "INSERT INTO failures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
-        await asyncio.to_thread(self._write, sql, (failure.failure_class, failure.detail))
+        row = (failure.failure_class, failure.detail)
+        await asyncio.to_thread(self._write, sql, row)
 
     def _write(self, sql: str, row: tuple[object, ...]) -> None:
         with self._lock:
@@ -79,7 +87,10 @@ class Samples:
     def failures(self) -> dict[str, tuple[int, str]]:
         """Return, by failure class, the number of failed attempts and the first one's detail."""
         rows = self._db.execute("SELECT kind, count, detail FROM failures ORDER BY count DESC")
-        return {kind: (count, detail) for kind, count, detail in rows}
+        counts = dict[str, tuple[int, str]]()
+        for kind, count, detail in rows:
+            counts[kind] = (count, detail)
+        return counts
 
     def headers(self) -> Iterator[tuple[int, int, list[TrajectoryHeader]]]:
         """Yield (task, member, headers) of each sample, ordered by task and member."""
@@ -90,7 +101,8 @@ class Samples:
     def payloads(self, task: int, member: int) -> list[bytes]:
         """Return the payloads of a sample, one for each header."""
         sql = "SELECT payloads FROM samples WHERE task = ? AND member = ?"
-        (encoded,) = self._db.execute(sql, (task, member)).fetchone()
+        sample_rows = self._db.execute(sql, (task, member))
+        (encoded,) = sample_rows.fetchone()
         return payloads_of(encoded)
 
     def close(self) -> None:

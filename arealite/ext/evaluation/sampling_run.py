@@ -69,10 +69,12 @@ def with_defaults(config: Config, used_flags: set[str], split: str) -> Config:
     dataset = config.dataset
     launcher = config.launcher
     if "--environment" in used_flags and not getattr(dataset, split):
-        config = replace(config, dataset=replace(dataset, **{split: GENERATED}))
+        dataset = replace(dataset, **{split: GENERATED})
+        config = replace(config, dataset=dataset)
     if "--model" in used_flags and not _is_served(config):
         print("no LLM server is running: this command starts one", file=sys.stderr)
-        config = replace(config, launcher=replace(launcher, llm_servers=1))
+        launcher = replace(launcher, llm_servers=1)
+        config = replace(config, launcher=launcher)
     return config
 
 
@@ -85,7 +87,8 @@ def _is_served(config: SamplingRunConfig) -> bool:
 
 @contextmanager
 def sampled(
-    config: SamplingRunConfig, split: str
+    config: SamplingRunConfig,
+    split: str,
 ) -> Generator[tuple[list[Task], Samples, Counter[str]]]:
     """Sample all tasks, without existing samples; yield (tasks, samples, failures by source).
 
@@ -95,7 +98,8 @@ def sampled(
     """
     outputs.log_to(config.folder / f"{config.name}.log")
     log.setup(config.name, "warning")
-    tasks = load_split(config, split)[: config.tasks or None]
+    all_tasks = load_split(config, split)
+    tasks = all_tasks[: config.tasks or None]
     check_run(config, tasks, split)
     config.folder.mkdir(parents=True, exist_ok=True)
     lock = lock_file(config.folder / ".lock", fix="Wait for it, or choose another name=…")
@@ -106,26 +110,31 @@ def sampled(
         if config.launcher.llm_servers:  # a run with the same names would use these servers
             names = name_dir(config)
             names.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock_file(names / ".lock", fix="Choose another trial_name."))
-        yield tasks, samples, sample(config, tasks, samples, split)
+            names_lock = lock_file(names / ".lock", fix="Choose another trial_name.")
+            stack.enter_context(names_lock)
+        failed = sample(config, tasks, samples, split)
+        yield tasks, samples, failed
 
 
 def sample(
-    config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
+    config: SamplingRunConfig,
+    tasks: Sequence[Task],
+    samples: Samples,
+    split: str,
 ) -> Counter[str]:
     """Run the missing episodes; return the number of failed samples by source."""
     stored = samples.done()
-    wanted = [
-        (row, member)
-        for row, task in enumerate(tasks)
-        for member in range(config.n if split == "train" else task.eval_samples(config.n))
-    ]
+    wanted = list[tuple[int, int]]()
+    for row, task in enumerate(tasks):
+        num_samples = config.n if split == "train" else task.eval_samples(config.n)
+        wanted += [(row, member) for member in range(num_samples)]
     if stored.issuperset(wanted):
         return Counter()
     import uvloop
 
     try:
-        return uvloop.run(until_stopped(_sample(config, tasks, samples, split)))
+        work = _sample(config, tasks, samples, split)
+        return uvloop.run(until_stopped(work))
     except asyncio.CancelledError:
         print(
             f"{len(samples.done())} of {len(wanted)} samples are stored in {config.folder}: "
@@ -138,17 +147,24 @@ def sample(
 async def until_stopped(work: Coroutine[object, object, Counter[str]]) -> Counter[str]:
     """Return the result of `work`; a stop signal cancels it."""
     task = asyncio.ensure_future(work)
-    on_stop(asyncio.get_running_loop(), lambda _: task.cancel())
+    loop = asyncio.get_running_loop()
+    on_stop(loop, lambda _: task.cancel())
     return await task
 
 
 async def _sample(
-    config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
+    config: SamplingRunConfig,
+    tasks: Sequence[Task],
+    samples: Samples,
+    split: str,
 ) -> Counter[str]:
     collector_config = config.trainer.ppo.collector
-    client = clients.get(collector_config.client.type)(config, collector_config.client)
+    client_config = collector_config.client
+    client_class = clients.get(client_config.type)
+    client = client_class(config, client_config)
     collector_class = ObservingCollector if split == "train" else Collector
-    collector = collector_class(config, client, load_tokenizer(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
+    collector = collector_class(config, client, tokenizer)
     sampler = Sampler(
         config=config,
         collector=collector,
@@ -188,7 +204,11 @@ class SampleProgress:
     def __call__(self, done: int, all_: int) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + SHOW_S
-            print(f"{self._name}: {done} of {all_} samples", file=sys.stderr, flush=True)
+            print(
+                f"{self._name}: {done} of {all_} samples",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> None:
@@ -206,13 +226,15 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     check_name("name", config.name)
     preflight.check_envs(config)
     check_first_rows(config, [split])
-    model, _ = read_model(preflight.required(config.model.path, "model.path"))
+    model_path = preflight.required(config.model.path, "model.path")
+    model, _ = read_model(model_path)
     preflight.check_run_folder(config)
     entries = list[Entry]()
     if not config.launcher.llm_servers:
         entries = preflight.find_servers(config, model)
     config = _with_sampling(config, options_of(config, split))
-    check_prompts(config, tasks, preflight.contexts(config, model, entries))
+    contexts = preflight.contexts(config, model, entries)
+    check_prompts(config, tasks, contexts)
     for warning in _template_warnings(config, tasks):
         print(f"{config.name}: warning: {warning}", file=sys.stderr, flush=True)
 
@@ -222,25 +244,36 @@ def _template_warnings(config: SamplingRunConfig, tasks: Sequence[Task]) -> list
     if not uses_template(config, tasks):
         return []
     tokenizer = load_tokenizer(config.model.path)
-    faults = check_template(config, tokenizer)
-    return [*check_rendering(config, tasks[:FIRST_ROWS], tokenizer), *faults]
+    template_warnings = check_template(config, tokenizer)
+    prompt_warnings = check_rendering(config, tasks[:FIRST_ROWS], tokenizer)
+    return [*prompt_warnings, *template_warnings]
 
 
-def _with_sampling(config: SamplingRunConfig, sampling: SamplingConfig) -> SamplingRunConfig:
+def _with_sampling(
+    config: SamplingRunConfig,
+    sampling: SamplingConfig,
+) -> SamplingRunConfig:
     """Return a config whose collector has other sampling options."""
     ppo = config.trainer.ppo
     collector = replace(ppo.collector, sampling=sampling)
-    trainer = replace(config.trainer, ppo=replace(ppo, collector=collector))
+    ppo = replace(ppo, collector=collector)
+    trainer = replace(config.trainer, ppo=ppo)
     return replace(config, trainer=trainer)
 
 
 def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:
     """Return the sampling options of a split."""
     ppo = config.trainer.ppo
-    return ppo.collector.sampling if split == "train" else ppo.eval.sampling
+    if split == "train":
+        return ppo.collector.sampling
+    return ppo.eval.sampling
 
 
-def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[str, str]:
+def facts(
+    config: SamplingRunConfig,
+    tasks: Sequence[Task],
+    split: str,
+) -> dict[str, str]:
     """Return the values that must be equal for all samples of a folder; `n` may grow."""
     collector = config.trainer.ppo.collector
     folder = Path(config.model.path).expanduser().absolute()
@@ -266,4 +299,5 @@ def _weights_digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         stat = file.stat()
         files.append((file.name, stat.st_size, stat.st_mtime_ns))
-    return hashlib.blake2b(str(files).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(str(files).encode(), digest_size=8)
+    return digest.hexdigest()

@@ -33,14 +33,21 @@ def main(argv: Sequence[str]) -> int:
         prog="arealite envs",
         description="List the environments: type=NAME in a config.",
     )
-    parser.add_argument("words", nargs="*", metavar="key=value", help="like imports=[my_module]")
-    configs.load(ExperimentConfig, [], parser.parse_args(argv).words)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help="like imports=[my_module]",
+    )
+    arguments = parser.parse_args(argv)
+    configs.load(ExperimentConfig, [], arguments.words)
     table = [HEAD, *rows()]
     *columns, _ = zip(*table, strict=True)  # the last one is not padded
     widths = [max(map(len, column)) for column in columns]
     for *cells, description in table:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        print(fold("  ".join([*padded, description]).rstrip()))
+        line = "  ".join([*padded, description])
+        print(fold(line.rstrip()))
     return 0
 
 
@@ -56,7 +63,8 @@ def rows() -> Iterator[tuple[str, ...]]:
             continue
         seats = ", ".join(env_class.seats) or "by config"
         tasks = "generated, or a file's" if _generates_tasks(env_class) else "a file's"
-        description, *_ = (inspect.getdoc(env_class) or "").split("\n\n")
+        docstring = inspect.getdoc(env_class) or ""
+        description, *_ = docstring.split("\n\n")
         yield name, seats, tasks, needs, description.replace("\n", " ")
 
 
@@ -65,10 +73,13 @@ def _needs(name: str) -> str:
     if name not in NEEDS:
         return ""
     needed, requirement = NEEDS[name]
-    return needed if package(needed) else f"{needed}: pip install {requirement}"
+    if package(needed):
+        return needed
+    return f"{needed}: pip install {requirement}"
 
 
 def _generates_tasks(env_class: type[Env]) -> bool:
     """Return whether an environment overrides Env.rows, which generates its tasks."""
-    rows = getattr(env_class.rows, "__func__", None)
-    return rows is not getattr(Env.rows, "__func__", None)
+    rows_function = getattr(env_class.rows, "__func__", None)
+    default_function = getattr(Env.rows, "__func__", None)
+    return rows_function is not default_function

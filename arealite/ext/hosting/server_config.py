@@ -20,13 +20,21 @@ class EnvServerOptions:
     """Address and limits of an environment server."""
 
     host: str = opt("127.0.0.1", "address to bind; other than loopback: open to the network")
-    port: int = opt(0, "port; 0: a free port", at_least=0, at_most=65535)
+    port: int = opt(
+        0,
+        "port; 0: a free port",
+        at_least=0,
+        at_most=65535,
+    )
     token_env: str = opt("", "environment variable with the bearer token that clients must send")
     max_sessions: int = opt(1024, "concurrent episodes; further ones are refused", at_least=1)
     max_message_kb: int = opt(1024, "longest message, in both directions", at_least=1)
     idle_s: float = opt(900.0, "close a session after this long without a message", above=0)
     episode_s: float = opt(3600.0, "longest episode; longer ones fail", above=0)
-    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "lowest level to log")
+    log_level: Literal["debug", "info", "warning", "error"] = opt(
+        "info",
+        "lowest level to log",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The texts that environments write to agents, by environment (prompts.toml)."""
+"""The texts that environments write to agents, by environment (prompt_texts.toml)."""
 
 from arealite.base.data import read_toml
 

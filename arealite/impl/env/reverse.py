@@ -24,7 +24,13 @@ class ReverseEnv(Env):
     resumable = True
 
     @classmethod
-    def rows(cls, config: ReverseConfig, *, split: str, seed: int) -> Iterator[Row]:
+    def rows(
+        cls,
+        config: ReverseConfig,
+        *,
+        split: str,
+        seed: int,
+    ) -> Iterator[Row]:
         """Yield words of random letters."""
         rng = random.Random(f"reverse/{split}/{seed}")
         while True:
@@ -62,14 +68,21 @@ class ReverseEchoEnv(ReverseEnv):
     """Asks in each turn for one text, reversed or repeated."""
 
     @classmethod
-    def rows(cls, config: ReverseConfig, *, split: str, seed: int) -> Iterator[Row]:
+    def rows(
+        cls,
+        config: ReverseConfig,
+        *,
+        split: str,
+        seed: int,
+    ) -> Iterator[Row]:
         """Yield tasks with lines `reverse TEXT` or `echo TEXT`, chosen at random."""
         for number in count():
             rng = random.Random(f"reverse-echo/{split}/{seed}/{number}")
             lines: list[str] = []
             for _ in range(config.turns):
                 order = rng.choice([*ASK])
-                lines.append(f"{order} {word(rng, config.length)}")
+                source = word(rng, config.length)
+                lines.append(f"{order} {source}")
             yield {
                 "prompt": "\n".join(lines),
                 "extra_info": {"level": config.length},

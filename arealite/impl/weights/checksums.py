@@ -20,12 +20,14 @@ def sums(named: Iterable[Named], model: nn.Module | None) -> Sums:
     The frequencies of rotary embeddings are such buffers.
     """
     checksums = Sums()
-    unstored_buffers = _unstored_buffers(model) if model is not None else ()
-    for name, tensor in chain(named, unstored_buffers):
+    if model is not None:
+        named = chain(named, _unstored_buffers(model))
+    for name, tensor in named:
         num_rows = len(tensor) if tensor.ndim > 1 else 1
         matrix = tensor.detach().reshape(num_rows, -1).float()
-        left = _fixed_vector(matrix.shape[0], matrix.device)
-        right = _fixed_vector(matrix.shape[1], matrix.device)
+        num_columns = matrix.shape[1]
+        left = _fixed_vector(num_rows, matrix.device)
+        right = _fixed_vector(num_columns, matrix.device)
         norm = float(matrix.norm())
         projection = float(left @ (matrix @ right))
         checksums[name] = tensor.ndim, norm, projection
@@ -41,7 +43,8 @@ def _unstored_buffers(model: nn.Module) -> Iterator[Named]:
 
 
 def _fixed_vector(size: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(size, device=device).mul(0.7).cos()
+    angles = torch.arange(size, device=device).mul(0.7)
+    return angles.cos()
 
 
 def check_finite(model: nn.Module, path: str) -> None:
@@ -51,6 +54,9 @@ def check_finite(model: nn.Module, path: str) -> None:
         UserError: A tensor has NaN or infinity.
     """
     for name, tensor in model.state_dict().items():
-        if not tensor.isfinite().all():
-            option = "model.adapter" if ".lora_" in name else f"model.path={path}"
-            raise UserError(f"{option}: '{name}' has NaN or infinity. Download the folder again.")
+        if tensor.isfinite().all():
+            continue
+        option = f"model.path={path}"
+        if ".lora_" in name:
+            option = "model.adapter"
+        raise UserError(f"{option}: '{name}' has NaN or infinity. Download the folder again.")

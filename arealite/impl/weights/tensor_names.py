@@ -70,6 +70,7 @@ class TensorNames:
         """
         self.folder = folder
         state: Tensors = model.state_dict(keep_vars=True)
+        # Tied tensors are one object. Its first name is stored last and stays.
         first = {id(state[name]): name for name in reversed(state)}
         self._first = {name: first[id(tensor)] for name, tensor in state.items()}
         """Maps tied tensors of the model to the first of them."""
@@ -85,7 +86,8 @@ class TensorNames:
         """The second group of a tensor that has two, as of an embedding with a tied head."""
         self._of_folder: dict[str, TensorGroup] = {}
         # A head that is tied to the embedding comes second: servers ignore it.
-        for group in sorted(self._plan(model), key=self._is_tied_copy):
+        groups = self._plan(model)
+        for group in sorted(groups, key=self._is_tied_copy):
             self._add(group)
         for group in [*self._twins.values(), *self._of_model.values()]:
             self._of_folder |= dict.fromkeys(group.sources, group)
@@ -119,7 +121,10 @@ class TensorNames:
             self._converted = self._load_group(self._of_model[name])
         tensor = self._converted.pop(name)
         twin = self._twins.get(name)
-        if twin is not None and not torch.equal(tensor, self._load_group(twin)[name]):
+        if twin is None:
+            return tensor
+        twin_tensor = self._load_group(twin)[name]
+        if not torch.equal(tensor, twin_tensor):
             raise self._untied(name, twin.key)
         return tensor
 
@@ -146,7 +151,8 @@ class TensorNames:
                 tensor=tensor,
             )
             if complete_group:
-                yield from self._revert(group, complete_group).items()
+                folder_tensors = self._revert(group, complete_group)
+                yield from folder_tensors.items()
         if parts:
             key = next(iter(parts))
             raise InvariantError(f"{key} was streamed without the rest of its group")
@@ -168,7 +174,8 @@ class TensorNames:
                 tensor=tensor,
             )
             if complete_group:
-                yield from self._convert(group, complete_group.__getitem__).items()
+                model_tensors = self._convert(group, complete_group.__getitem__)
+                yield from model_tensors.items()
 
     def target(self, name: str) -> str:
         """Return the name of the model's first tensor that contains a tensor of the folder."""
@@ -233,7 +240,8 @@ class TensorNames:
         self._check_dtypes(group, label)
         sources = Tensors()
         for name in group.sources:
-            sources[name] = torch.empty(self.headers[name].shape, device="meta")
+            folder_shape = self.headers[name].shape
+            sources[name] = torch.empty(folder_shape, device="meta")
         try:
             targets = self._convert(group, sources.__getitem__)
             group.targets = tuple(targets)
@@ -289,7 +297,8 @@ class TensorNames:
                 return stack.enter_context(safe_open(file, framework="pt"))
 
             def read(name: str) -> torch.Tensor:
-                return open_once(self._files[name]).get_tensor(name)
+                opened = open_once(self._files[name])
+                return opened.get_tensor(name)
 
             return self._convert(group, read)
 
@@ -302,7 +311,10 @@ class TensorNames:
         for name, (_, pattern) in group.sources.items():
             rule.add_tensor(group.key, name, pattern, read(name))
         converted = self._apply(rule, group.key)
-        return {self._first[name]: tensor for name, tensor in converted.items()}
+        model_tensors = Tensors()
+        for name, tensor in converted.items():
+            model_tensors[self._first[name]] = tensor
+        return model_tensors
 
     def _revert(self, group: TensorGroup, tensors: Tensors) -> Tensors:
         """Return the tensors of the folder that the tensors of the model are made of."""
@@ -316,7 +328,10 @@ class TensorNames:
         renamed_tensors = Tensors()
         for name, tensor in self._apply(rule, key).items():
             renamed_tensors[name.removeprefix(self._prefix)] = tensor
-        return {name: renamed_tensors[renamed] for name, (renamed, _) in group.sources.items()}
+        folder_tensors = Tensors()
+        for name, (renamed, _) in group.sources.items():
+            folder_tensors[name] = renamed_tensors[renamed]
+        return folder_tensors
 
     def _apply(self, rule: Any, key: str) -> Tensors:
         """Return the tensors that a rule makes of the tensors that were added to it."""
@@ -356,7 +371,8 @@ class TensorNames:
 
     def _ignored_patterns(self, model: PreTrainedModel) -> list[str]:
         """Return expressions that match the tensors of a folder that the model ignores."""
-        patterns = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
+        patterns = list[str](model._keys_to_ignore_on_load_unexpected or [])
+        patterns.append(r"\.inv_freq$")
         if SCORE in self._meta:
             patterns.append(r"^lm_head\.")
         num_predictors = getattr(self._config, "num_nextn_predict_layers", None) or 0
@@ -367,7 +383,8 @@ class TensorNames:
 
     def _mismatch(self, relation: str, names: set[str]) -> UserError:
         """Return the error for names of tensors that only the folder or only the model has."""
-        listed_names = ", ".join(sorted(names)[:3])
+        first_names = sorted(names)[:3]
+        listed_names = ", ".join(first_names)
         advice = DOWNLOAD_AGAIN
         if names == {"lm_head.weight"}:
             advice = TIE

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import LightTokenizer as Backend
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from arealite.api.agent import load_tokenizer
