@@ -23,8 +23,8 @@ import uvloop  # noqa: E402
 from arealite.api.reward import Reward  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.ext.math.checker import is_equal  # noqa: E402
-from arealite.ext.math.config import MathVerifyConfig  # noqa: E402
 from arealite.ext.math.math_verify import MathVerifyReward  # noqa: E402
+from arealite.ext.math.reward_options import MathVerifyConfig  # noqa: E402
 from arealite.ext.rewards.config import FunctionRewardConfig  # noqa: E402
 from arealite.ext.rewards.function_reward import FunctionReward  # noqa: E402
 from tools import figures  # noqa: E402

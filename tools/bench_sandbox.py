@@ -19,8 +19,9 @@ if __name__ == "__main__":
 
 from arealite.api.task import Task  # noqa: E402
 from arealite.base.errors import UserError  # noqa: E402
+from arealite.ext.code.config import CodeEnvConfig  # noqa: E402
 from arealite.ext.code.env import CodeEnv, read_cases  # noqa: E402
-from arealite.ext.sandbox.config import CodeEnvConfig, SandboxConfig  # noqa: E402
+from arealite.ext.sandbox.config import SandboxConfig  # noqa: E402
 from tools import figures  # noqa: E402
 from tools.bench_reward import measure  # noqa: E402
 

@@ -101,7 +101,9 @@ def config_page() -> str:
         "YAML files and `key=value` arguments configure a run: `train.py --config config/ppo.yaml "
         "trainer.ppo.lr=1e-6`. A later file overrides an earlier one, and an argument overrides "
         "every file. An unknown key, a value of another type and a value out of range are refused. "
-        "`null` means no value. `NAME` stands for a name of your choice. A class that you register "
+        "`null` means no value. A value is YAML: a text such as `=` needs quotes for YAML and for "
+        "the shell, as in `key='\"=\"'`. `NAME` stands for a name of your choice. A class that you "
+        "register "
         "adds its keys under its registered name."
     )
     sections = (root_page(*root, places()) for root in ROOTS)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arealite.ext.code.config import CodeEnvConfig
 from arealite.ext.code.env import CodeEnv, program, read_cases
-from arealite.ext.sandbox.config import CodeEnvConfig, SandboxConfig
+from arealite.ext.sandbox.config import SandboxConfig
 from tests.ext.code.generated import CHEATS, GeneratedRow, generated_rows
 from tests.ext.games.players import task
 

@@ -10,6 +10,7 @@ import torch
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
 from arealite.api.engine import LossFn, LossInput
 from arealite.api.formulas import objectives
+from arealite.base.errors import UserError
 
 LossStats = dict[str, torch.Tensor]
 MAX_LOG_RATIO = 20.0
@@ -46,6 +47,7 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
         log_ratio_N = _log_ratio(logprobs_N - old_N, batch.rows_N, config.ratio)
         ratio_N = log_ratio_N.exp()
         terms_N = objective(config, ratio_N, logprobs_N, advantages_N)
+        _check_terms(terms_N, ratio_N, config.objective)
         stats = _ratio_stats(config, ratio_N.detach(), log_ratio_N.detach(), advantages_N)
         kept_N = weight_N
         if config.decoupled:
@@ -67,6 +69,27 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
         return loss, weighted_sums(stats, weight_N, loss)
 
     return loss_fn
+
+
+def _check_terms(terms_N: object, ratio_N: torch.Tensor, name: str) -> None:
+    """Refuse an objective that does not return one term for each token, with a gradient.
+
+    Raises:
+        UserError: It returns something else; a mean would be trained with a wrong gradient.
+    """
+    rule = "Return one term for each token, without a sum or a mean."
+    if not isinstance(terms_N, torch.Tensor):
+        raise UserError(f"loss.objective={name} returned {type(terms_N).__name__}. {rule}")
+    if terms_N.shape != ratio_N.shape:
+        raise UserError(
+            f"loss.objective={name} returned the shape {list(terms_N.shape)} for "
+            f"{len(ratio_N)} tokens. {rule}"
+        )
+    if ratio_N.requires_grad and not terms_N.requires_grad:
+        raise UserError(
+            f"loss.objective={name} returned terms without a gradient. "
+            "Compute them from the ratios or the logprobs."
+        )
 
 
 def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:

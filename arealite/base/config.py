@@ -301,7 +301,19 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"an override cannot be parsed: {one_line(error)}") from error
+        raise UserError(f"{_unparsed(overrides)}: {one_line(error)}") from error
+
+
+def _unparsed(overrides: Sequence[str]) -> str:
+    """Return an error for the first override whose value is no YAML; how to write it as a text."""
+    for item in overrides:
+        try:
+            OmegaConf.from_dotlist([item])
+        except (OmegaConfBaseException, yaml.YAMLError):
+            key, _, value = item.partition("=")
+            quoted = f"""{key}='"{value}"'"""
+            return f"{item}: the override cannot be parsed. As a text in a shell: {quoted}"
+    return "an override cannot be parsed"
 
 
 def unresolved(layer: DictConfig) -> object:

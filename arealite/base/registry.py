@@ -86,7 +86,11 @@ class Registry(Generic[T]):
         self.enter([name])
         if name not in self._table:
             line = unknown(f"{self.kind} type", name, self.names())
-            raise UserError(f"{line} If it is your own, add imports=[{module_named(name)}].")
+            module = module_named(name)
+            hint = f"If it is your own, add imports=[{module}]."
+            if imported and module in (UNNAMED, *imported):
+                hint = f"No module of imports=[{','.join(imported)}] registers it."
+            raise UserError(f"{line} {hint}")
 
     def enter(self, names: Collection[str]) -> None:
         """Register the parts of installed packages that have one of these names.
@@ -218,6 +222,8 @@ def import_user_module(module: str, option: str) -> ModuleType:
     """
     file = Path(module).expanduser().resolve()
     is_file = module.endswith(".py")
+    if is_file and not file.is_file():
+        raise UserError(f"{option}: no module of that name. {file} does not exist.")
     name = file.stem if is_file else module
     folder = str(file.parent)
     is_new_folder = is_file and folder not in sys.path

@@ -344,5 +344,9 @@ def _imports(layers: Sequence[base_config.DictConfig]) -> list[str]:
     """Return the option `imports`; the imported modules extend the schema."""
     for layer in layers:
         if layer.get("imports") is not None:
+            if isinstance(layer.imports, str):
+                raise UserError(
+                    f"imports={layer.imports} is no list. Write imports=[{layer.imports}]."
+                )
             return [str(name) for name in layer.imports]
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,8 @@ from arealite.algo.losses import (
 )
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
+from arealite.api.formulas import objectives
+from arealite.base.errors import UserError
 from tests.algo import naive_losses as naive
 
 LOG = math.log
@@ -408,3 +411,27 @@ def test_shares_of_nothing_are_none() -> None:
     weights = {"weight": 2.0, "behav_weight": 0.0, "behav_weight_sq": 0.0}
     assert effective_sample_share(weights) is None, "every token is masked"
     assert effective_sample_share({"weight": 1.0}) is None, "no behaviour weights"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda terms_N: terms_N.mean(), r"returned the shape \[\] for 2 tokens"),
+        (lambda terms_N: terms_N[:1], r"returned the shape \[1\] for 2 tokens"),
+        (lambda terms_N: None, "returned NoneType"),
+        (lambda terms_N: terms_N.detach(), "without a gradient"),
+    ],
+)
+def test_objective_that_returns_no_term_for_each_token_is_refused(
+    wrong: Callable[[torch.Tensor], object], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scalar would be broadcast over the tokens, and trained with a wrong gradient."""
+    monkeypatch.setattr(objectives, "_table", {**objectives._table})
+
+    @objectives.register("wrong")
+    def objective(config, ratio_N, logprobs_N, advantages_N):
+        return wrong(-ratio_N * advantages_N)
+
+    config = replace(PPO, objective="wrong", dual_clip=None)
+    with pytest.raises(UserError, match=f"objective=wrong {error}|terms {error}"):
+        run(config, [(0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 2.0)])

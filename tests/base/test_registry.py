@@ -50,6 +50,15 @@ def test_unknown_name_suggests_the_closest_one():
         table.get("sorting")
 
 
+def test_unknown_name_with_imports_says_that_none_registers_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "imported", ["mine.py"])
+    table: Registry[object] = Registry("reward", math="x:Y")
+    with pytest.raises(UserError, match=r"No module of imports=\[mine\.py\] registers it\.$"):
+        table.check("close")
+
+
 @pytest.mark.parametrize(
     ("folder", "module"),
     [

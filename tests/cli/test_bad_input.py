@@ -175,7 +175,7 @@ OVERRIDES = [
     ("trial_name=..", "trial_name='..': use letters"),
     ("trial_name=a~b", "trial_name='a b': use letters"),
     ("trial_name=" + "n" * 300, "use letters, digits, '_', '-' and '.', up to 200."),
-    ("trial_name=\x1b[31m", "an override cannot be parsed: unacceptable character"),
+    ("trial_name=\x1b[31m", "the override cannot be parsed. As a text in a shell:"),
     ("cluster.user=../..", "cluster.user='../..': use letters"),
     ("cluster.name_root={made}/a_file", "Not a directory. Set cluster.name_root to a folder"),
     ("cluster.name_root={made}/a_file/x", "a_file/x/", "Not a directory. Set cluster.name_root"),

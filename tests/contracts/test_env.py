@@ -18,7 +18,7 @@ from arealite.api.rollout_messages import TurnHeader
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.ext.adapters.config import OpenEnvConfig
 from arealite.ext.adapters.openenv import OpenEnvEnv
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.tools.config import ToolsEnvConfig
 from arealite.ext.web.config import BrowserConfig
 from arealite.impl.env.runtimes import make_env

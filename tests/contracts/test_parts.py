@@ -23,7 +23,7 @@ from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
-from arealite.ext.math.config import MathVerifyConfig
+from arealite.ext.math.reward_options import MathVerifyConfig
 from arealite.ext.rewards.config import FunctionRewardConfig
 from tests.ext.games import players
 from tests.fakes.foreign import ADAPTERS, installed

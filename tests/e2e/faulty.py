@@ -11,7 +11,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import envs
 from arealite.api.fields import opt
 from arealite.api.task import Task
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.math.env import MathEnv
 
 FOR_EVER = 10_000.0

@@ -15,7 +15,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import envs
 from arealite.api.fields import opt
 from arealite.api.task import Task
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.math.env import MathEnv
 
 FILE = Path(__file__)

@@ -117,7 +117,7 @@ def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
     run = Live(place, RunPaths(folder / "e2e" / "faults"), orders)
     place.start()
     try:
-        until(lambda: run.steps() >= 0, what="a trained step", seconds=SLOW_S)
+        until(lambda: run.steps() > 0, what="a trained step", seconds=SLOW_S)
         yield run
         place.launcher.send_signal(signal.SIGINT)
         assert place.launcher.wait(SLOW_S) == 130, run.shown()

@@ -23,8 +23,9 @@ from arealite.api.env import Env
 from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError
 from arealite.ext.code.code_tasks import generate
+from arealite.ext.code.config import CodeEnvConfig
 from arealite.ext.code.json_values import decode, encode, same, same_text
-from arealite.ext.sandbox.config import CodeEnvConfig, SandboxFailed
+from arealite.ext.sandbox.config import SandboxFailed
 from arealite.ext.sandbox.sandbox import Sandbox
 
 MODULES = ("json_values", "program", "asserts", "harness")

@@ -15,7 +15,7 @@ from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.math.math_tasks import KINDS, TOP
 
 HELD_OUT = 8

@@ -19,7 +19,7 @@ from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.base.log import get
 from arealite.ext.math.checker import number
-from arealite.ext.math.config import MathVerifyConfig
+from arealite.ext.math.reward_options import MathVerifyConfig
 from arealite.system.health.waits import Wait
 
 # -P: the math_verify.py in the checker's folder must not hide the library of that name.

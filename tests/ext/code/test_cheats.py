@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from arealite.base.errors import UserError
+from arealite.ext.code.config import CodeEnvConfig
 from arealite.ext.code.env import CodeEnv
-from arealite.ext.sandbox.config import CodeEnvConfig, SandboxConfig
+from arealite.ext.sandbox.config import SandboxConfig
 from tests.ext.code.generated import SHADOWS
 from tests.ext.code.test_env import env, verdict  # noqa: F401  (a fixture)
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import UserError, failure_class
+from arealite.ext.code.config import CodeEnvConfig
 from arealite.ext.code.env import BrokenTests, CodeEnv, Verdict, program, read_cases
 from arealite.ext.code.json_values import close, decode, encode, same, same_text
-from arealite.ext.sandbox.config import CodeEnvConfig, SandboxConfig, SandboxFailed
+from arealite.ext.sandbox.config import SandboxConfig, SandboxFailed
 from tests.ext.games.players import Player, task
 
 CASE_S, LONG_S = 60.0, 200.0

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from arealite.ext.math.checker import is_equal
-from arealite.ext.math.config import MathVerifyConfig
 from arealite.ext.math.math_verify import MathVerifyReward
+from arealite.ext.math.reward_options import MathVerifyConfig
 from tests.ext.math.made_answers import CHEATS, FORMS, Row, cheats, rows
 
 COUNT = 1100

@@ -11,7 +11,7 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.impl.env.runtimes import make_env
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer

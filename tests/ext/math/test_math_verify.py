@@ -21,7 +21,6 @@ from arealite.api.reward import RewardConfig, Score, make_reward
 from arealite.base.errors import RewardTimeout, failure_class
 from arealite.ext.math import math_verify as rewards
 from arealite.ext.math.checker import is_equal
-from arealite.ext.math.config import MathVerifyConfig
 from arealite.ext.math.math_verify import (
     BadTruth,
     Checker,
@@ -29,6 +28,7 @@ from arealite.ext.math.math_verify import (
     MathVerifyReward,
     equal_integers,
 )
+from arealite.ext.math.reward_options import MathVerifyConfig
 from tests.waiting import has_exited, until_exited
 
 ENDLESS = (
@@ -372,7 +372,7 @@ async def test_checks_run_in_parallel_and_keep_their_answers():
 async def test_death_of_the_owner_ends_the_workers(tmp_path):
     code = """
 import asyncio, psutil
-from arealite.ext.math.config import MathVerifyConfig
+from arealite.ext.math.reward_options import MathVerifyConfig
 from arealite.ext.math.math_verify import MathVerifyReward
 async def main():
     reward = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=600.0))

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.math.env import MathEnv
 from arealite.ext.math.math_tasks import KINDS, TOP, expression
 from tests.ext.games.players import first_rows, make

@@ -37,7 +37,8 @@ asyncio.run(main())
 HANGS = """
 from arealite.system.health.waits import Wait
 async def environment():
-    with Wait(event="episode g7/0 (train-3)", owner="collector", on="environment mine", seconds=600):
+    event = "episode g7/0 (train-3)"
+    with Wait(event=event, owner="collector", on="environment mine", seconds=600):
         await asyncio.Event().wait()
 def others(number):
     exec(f"async def other{number}(): await asyncio.Event().wait()", globals())

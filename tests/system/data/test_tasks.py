@@ -20,7 +20,7 @@ from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.ext.games.config import MathEnvConfig
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.system.data.tasks import check_first_rows, load_split, reads_columns, shares
 from tests.system.data.test_dataset import jsonl

@@ -17,10 +17,10 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.ext.games.config import MathEnvConfig
 from arealite.ext.hosting.server.env_app import EnvServer
 from arealite.ext.hosting.server.env_session import EnvSession
 from arealite.ext.hosting.server_config import EnvServerConfig, Reset, Step
+from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.system.health.waits import table
 from tests.fakes.env_hosts import Moods
