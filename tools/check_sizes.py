@@ -32,7 +32,7 @@ WEB_LINES = 1250
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
 TOTAL_TOKENS = 368_000
-CORE_TOKENS = 158_000
+CORE_TOKENS = 158_500
 """Tokens outside arealite/ext. The goal is 125,000; it is not reached."""
 TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
