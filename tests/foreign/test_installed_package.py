@@ -104,9 +104,13 @@ def test_agent_environment_and_reward_play_every_episode(traced: dict[str, list[
     assert {*traced["reward"]} == {"a"} and len(traced["reward"]) >= EPISODES
 
 
-def test_objective_and_advantage_train_every_step(traced: dict[str, list[str]]) -> None:
+def test_objective_trains_every_step(traced: dict[str, list[str]]) -> None:
     assert {*traced["objective"]} == {"0.5"} and len(traced["objective"]) >= STEPS
-    assert {*traced["advantage"]} == {"4"} and len(traced["advantage"]) >= STEPS
+
+
+def test_advantage_sees_the_groups_with_unequal_rewards(traced: dict[str, list[str]]) -> None:
+    """Groups of equal rewards have the advantage 0, so the number of calls is not fixed."""
+    assert {*traced["advantage"]} == {"4"}
 
 
 def test_server_and_hook_run_once(traced: dict[str, list[str]]) -> None:
