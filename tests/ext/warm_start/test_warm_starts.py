@@ -26,7 +26,8 @@ Start = Callable[..., Any]
 PRINTS_ORIGIN = """
 import os, sys
 module = sys.modules.get("arealite.ext.warm_start.parent")
-print("forked" if module and module.is_warm else "alone", os.getpid(), flush=True)
+origin = "forked" if module and module.is_warm else "alone"
+print(f"{origin} {os.getpid()}\\n", end="", flush=True)  # one write, as others write there, too
 """
 LIVES = f"""
 from arealite.impl.launcher.processes import die_with_parent
