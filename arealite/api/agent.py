@@ -165,11 +165,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder; UserError if it cannot be loaded."""
     readers: list[TokenizerReader] = entries.hooks("tokenizer_reader")
     try:
-        for read in readers:
-            tokenizer = read(path)
-            if tokenizer is not None:
-                return tokenizer
-        return load_with_transformers(path)
+        tokenizer = entries.first_result(readers, path)
+        return load_with_transformers(path) if tokenizer is None else tokenizer
     except Exception as error:  # a config.json or a tokenizer fails in its own way
         raise UserError(
             f"the tokenizer or config.json of '{path}' cannot be loaded "

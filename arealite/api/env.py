@@ -28,8 +28,8 @@ class Env(ABC):
     where its prompt or temperature equals no recorded one.
     """
     prompt_use: Literal["", "part", "first", "only"] = ""
-    """What a row's prompt is to the agent: a part of an observation, the first observation as it
-    is, or the only one. A start checks such prompts. "": another use, such as a task's name."""
+    """How the agent sees a row's prompt: as a part of an observation, as the first observation, or
+    as the only one. A start checks such prompts. "": another use, such as a task's name."""
     has_own_agents: bool = False
     """Whether the environment brings programs or functions that play; the rollout worker serves
     them, so it needs runtime.type=in_process. A start creates it, to check its options and seats.

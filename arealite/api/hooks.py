@@ -76,7 +76,7 @@ of torch on the meta device) and its head. A UserError ends the command."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the checks of a start have read."""
+    """The data that the checks of a start have read."""
 
     model: dict[str, Any]
     """config.json of the model."""
@@ -170,7 +170,7 @@ class LedgerReport(Protocol):
 
     @property
     def mark(self) -> str:
-        """What the ledger stores for the next audit after this one passed; "" for nothing."""
+        """A text that the ledger stores if this audit passed, for the next audit; "": none."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the core needs of an offline trainer, without the packages that train.
+"""Facts about offline trainers that the core reads without the packages that train.
 
 An offline trainer learns from existing rows, without servers, workers and datapipe. It has the
 options `trainer.offline`. Its name has an entry in the group `offline_run`.

@@ -1,4 +1,4 @@
-"""What the core asks the options of a part, besides the values of their fields.
+"""Base classes of options: the answers that the core needs besides the values of fields.
 
 The config class of a part derives from the class of its kind here, if the answer of that class is
 not its own. The core reads them without an import of the part.

@@ -12,11 +12,11 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from arealite.base.data import read_toml
 from arealite.base.errors import UserError, one_line
 from arealite.base.files import cache_folder, replacing
 
+T = TypeVar("T")
 PREFIX = "arealite."
 """Entry points of other packages have a group that begins so."""
 EXT = Path(__file__).parents[1] / "ext" / "__init__.py"
@@ -94,6 +95,21 @@ def hooks(group: str) -> list[Any]:
     return [load(target) for target in [*own(group).values(), *installed(group).values()]]
 
 
+def first_result(functions: Iterable[Callable[..., T | None]], *arguments: object) -> T | None:
+    """Call functions until one returns something other than None; return that, or None."""
+    for function in functions:
+        result = function(*arguments)
+        if result is not None:
+            return result
+    return None
+
+
+def results(functions: Iterable[Callable[..., T | None]], *arguments: object) -> list[T]:
+    """Call all functions; return their results without None."""
+    all_results = [function(*arguments) for function in functions]
+    return [result for result in all_results if result is not None]
+
+
 @lru_cache(maxsize=1)
 def _installed(folders: Sequence[str], changed_at: Sequence[int]) -> Groups:
     """Return the entries of the packages in `folders`; those of an earlier folder win.
@@ -106,13 +122,13 @@ def _installed(folders: Sequence[str], changed_at: Sequence[int]) -> Groups:
     new: dict[str, Searched] = {}
     groups: Groups = {}
     for folder, changed_ns in zip(folders, changed_at, strict=True):
-        known = searched.get(folder)
-        if known is None or known["changed_ns"] != changed_ns:
-            num_packages, of_folder = _search(folder)
-            known = Searched(changed_ns=changed_ns, groups=of_folder)
+        folder_entries = searched.get(folder)
+        if folder_entries is None or folder_entries["changed_ns"] != changed_ns:
+            num_packages, folder_groups = _search(folder)
+            folder_entries = Searched(changed_ns=changed_ns, groups=folder_groups)
             if num_packages and time.time_ns() - changed_ns > SETTLED_NS:
-                new[folder] = known
-        for group, targets in known["groups"].items():
+                new[folder] = folder_entries
+        for group, targets in folder_entries["groups"].items():
             groups[group] = {**targets, **groups.get(group, {})}
     if new:
         _save_searched(file, {**searched, **new})

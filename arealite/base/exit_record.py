@@ -39,6 +39,15 @@ def path_of(log: Path) -> Path:
     return log.with_suffix(".exit.json")
 
 
+def new_file(log: Path | None) -> Path | None:
+    """Return the file of the record of a process that starts now, without an earlier record."""
+    if log is None:
+        return None
+    file = path_of(log)
+    file.unlink(missing_ok=True)
+    return file
+
+
 def claim() -> None:
     """Remove the record's path from the environment, so that children do not inherit it."""
     path = os.environ.pop(VARIABLE, "")

@@ -159,11 +159,7 @@ def with_model(config: Root) -> Root:
 def _converted(path: str) -> str:
     """Return the model folder of a file of another format; of a model folder, `path` itself."""
     converters: list[ModelFormat] = entries.hooks("model_format")
-    for convert in converters:
-        folder = convert(path)
-        if folder is not None:
-            return str(folder)
-    return path
+    return str(entries.first_result(converters, path) or path)
 
 
 def _with_dtypes(config: Any) -> Any:

@@ -353,12 +353,12 @@ def _wait_for_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[E
     """
     names = NameRegistry.of(config)
     registered = names.list("llm_server")
-    found = list[Entry]()
+    found_servers = list[Entry]()
     finders: list[ServerFinder] = entries.hooks("server_finder")
     for find in finders:
-        found += find(config, model)
-    if found:
-        return [*found, *registered]
+        found_servers += find(config, model)
+    if found_servers:
+        return [*found_servers, *registered]
     wait_s = config.server_wait_s
     if not registered:
         print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)

@@ -34,11 +34,10 @@ def with_default_model(config: ServerConfig) -> ServerConfig:
         UserError: No extension has one.
     """
     default_models: list[DefaultModel] = entries.hooks("default_model")
-    for default_model in default_models:
-        path = default_model(config)
-        if path is not None:
-            return replace(config, model=replace(config.model, path=path))
-    raise UserError("model.path is not set. Set it to the folder of the model to serve.")
+    path = entries.first_result(default_models, config)
+    if path is None:
+        raise UserError("model.path is not set. Set it to the folder of the model to serve.")
+    return replace(config, model=replace(config.model, path=path))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,7 +28,6 @@ from arealite.impl.launcher.processes import (
     Child,
     counts,
     needed_paths,
-    new_record,
     not_shared,
 )
 from arealite.system.health.waits import Wait
@@ -144,7 +143,7 @@ class RayLauncher(LocalLauncher):
         if missing_folders:
             raise not_shared(missing_folders[0], socket.gethostname(), address)
         try:
-            record = new_record(log)
+            record = exit_record.new_file(log)
             env = {**env, exit_record.VARIABLE: str(record)}
             pid, begin = await actor.start.remote(words, str(Path.cwd()), str(log), env)
         except library().exceptions.RayActorError:  # lost meanwhile; Ray chooses another node

@@ -57,7 +57,7 @@ class Curriculum:
         self.recent: dict[str, dict[int, float]] = {}
         """By class and seq: share of successes in each of the newest `window` groups."""
         self._orders: dict[str, Permutation] = {}
-        """By class: the order of its rows, as indices into `rows`."""
+        """The order of the rows of each class, as indices into `rows`."""
         for name, rows in self.rows.items():
             self._orders[name] = Permutation(
                 len(rows),

@@ -24,13 +24,12 @@ from arealite.api.payloads import decode_segments
 from arealite.api.sampling import CollectConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
 from arealite.base.registry import unknown
-from arealite.cli import configs, preflight
+from arealite.cli import preflight
 from arealite.cli.line_wrap import fold
-from arealite.cli.options import Word, describe, translate
+from arealite.cli.options import Word, describe
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.samples import Samples
 from arealite.system.data.row_files import SUFFIXES, FileRow, write_rows
@@ -43,16 +42,14 @@ SampleKey = tuple[int, int, str]
 
 def main(argv: Sequence[str]) -> int:
     """Collect trajectories; return 1 if samples failed or no trajectory was selected."""
-    argv, used_flags = translate(argv, WORDS)
-    config = configs.parse(
+    config = sampling_run.parse(
         CollectConfig,
         argv,
+        words=WORDS,
         command="arealite collect",
         description=DESCRIPTION,
+        split="train",
     )
-    outputs.protect()
-    config = configs.resolve_host(config)
-    config = sampling_run.with_defaults(config, used_flags, "train")
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         unknown_suffix = unknown("suffix", out.suffix, SUFFIXES)

@@ -24,12 +24,11 @@ from arealite.algo.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pa
 from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
-from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.base.files import replacing
-from arealite.cli import configs, preflight
+from arealite.cli import preflight
 from arealite.cli.line_wrap import fold
-from arealite.cli.options import describe, translate
+from arealite.cli.options import describe
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.samples import Samples
 from arealite.impl.launcher.terminal import Terminal
@@ -44,16 +43,14 @@ EvalScores = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate a model; return 1 if samples failed."""
-    argv, used_flags = translate(argv, WORDS)
-    config = configs.parse(
+    config = sampling_run.parse(
         EvaluateConfig,
         argv,
+        words=WORDS,
         command="arealite eval",
         description=DESCRIPTION,
+        split="eval",
     )
-    outputs.protect()
-    config = configs.resolve_host(config)
-    config = sampling_run.with_defaults(config, used_flags, "eval")
     _check_ks(config)
     if config.trainer.ppo.collector.envs:
         preflight.check_sources(config)

@@ -24,7 +24,7 @@ from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import read_model
 from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight
-from arealite.cli.options import Word
+from arealite.cli.options import Word, translate
 from arealite.cli.packages import check_sampling_packages
 from arealite.cli.role import with_externals
 from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
@@ -53,6 +53,28 @@ def words(split: str) -> tuple[Word, ...]:
         Word("-n --num-episodes", "N", f"tasks={{}} dataset.{rows_option}={{}}"),
         Word("-o --output", "FILE", "out={}"),
     )
+
+
+def parse(
+    schema: type[Config],
+    argv: Sequence[str],
+    *,
+    words: Sequence[Word],
+    command: str,
+    description: str,
+    split: str,
+) -> Config:
+    """Parse the command line of a command that samples; see `with_defaults` for `split`."""
+    argv, used_flags = translate(argv, words)
+    config = configs.parse(
+        schema,
+        argv,
+        command=command,
+        description=description,
+    )
+    outputs.protect()
+    config = configs.resolve_host(config)
+    return with_defaults(config, used_flags, split)
 
 
 def with_defaults(config: Config, used_flags: set[str], split: str) -> Config:

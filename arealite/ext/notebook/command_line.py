@@ -23,7 +23,7 @@ from arealite.cli import configs, presets
 from arealite.cli.preflight import is_self_served
 from arealite.ext.notebook.objects import data_path, encode, registered, reward_options
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason
-from arealite.impl.launcher.processes import GUARD, how_ended, new_record
+from arealite.impl.launcher.processes import GUARD, how_ended
 from arealite.system.data.tasks import reward_of
 from arealite.system.names.name_registry import NameRegistry
 
@@ -176,7 +176,7 @@ class RunningCommand:
             NESTED: "1",
             "PYTHONPATH": os.pathsep.join(own_folders()),
             "FORCE_COLOR": "",  # a notebook sets it
-            exit_record.VARIABLE: str(new_record(log)),
+            exit_record.VARIABLE: str(exit_record.new_file(log)),
         }
         with log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -21,7 +21,7 @@ from typing import Protocol
 from arealite.base import exit_record, log
 from arealite.ext.warm_start import parent
 from arealite.ext.warm_start.parent import FORKED, GO, HEADER, IMPORTED, REFUSED
-from arealite.impl.launcher.processes import PARENT, Child, new_record, spawn
+from arealite.impl.launcher.processes import PARENT, Child, spawn
 
 SWITCH = "AREALITE_WARM_PARENT"
 """Environment variable; "0": every role imports its modules itself."""
@@ -207,7 +207,7 @@ class WarmParent:
             with suppress(OSError), log.open("ab") if log else nullcontext() as output:
                 begin = output.tell() if output else 0
                 streams = [output.fileno()] * 2 if output else [1, 2]
-                record = new_record(log)
+                record = exit_record.new_file(log)
                 record_variable = {exit_record.VARIABLE: str(record or "")}
                 role = await self.fork(words, {**env, **record_variable}, stage, streams)
                 if role is not None:

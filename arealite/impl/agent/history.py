@@ -121,11 +121,7 @@ class History:
     @cached_property
     def text_after_answer(self) -> TextAfterAnswer | None:
         """Renders what follows an answer; None if the template can render whole conversations."""
-        for make in _text_makers():
-            text_after_answer = make(self.tokenizer)
-            if text_after_answer is not None:
-                return text_after_answer
-        return None
+        return entries.first_result(_text_makers(), self.tokenizer)
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
         """Add an answer. If the messages end with its beginning, both are one message.

@@ -38,8 +38,7 @@ class Extensions(EngineExtension):
     def of(cls, setup: EngineSetup) -> "Extensions":
         """Make the extensions whose options are on (hook `engine_extension`)."""
         makers: list[EngineExtensionMaker] = entries.hooks("engine_extension")
-        made = [make(setup) for make in makers]
-        return cls([part for part in made if part is not None])
+        return cls(entries.results(makers, setup))
 
     def change_layers(self) -> None:
         """Modify layers; see EngineExtension."""

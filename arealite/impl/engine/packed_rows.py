@@ -74,11 +74,7 @@ class PrefixTree:
     @cached_property
     def kernel(self) -> PackedKernel | None:
         """The kernel of an extension for the device; None: there is none."""
-        for make in _kernel_makers():
-            kernel = make(self)
-            if kernel is not None:
-                return kernel
-        return None
+        return entries.first_result(_kernel_makers(), self)
 
     @cached_property
     def keys(self) -> Tensor | None:

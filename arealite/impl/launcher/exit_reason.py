@@ -49,12 +49,12 @@ def _without_rank(line: str) -> str:
 
 def _without_margin(line: str) -> str:
     """Return a line of an exception group without the group's margin; other lines unchanged."""
-    text = line.lstrip(" ")
-    if text.startswith("+ "):  # the first line of a group's traceback
-        return text.removeprefix("+ ").removeprefix("Exception Group ")
-    if text.startswith("+-"):
-        return text
-    return text[2:] if text.startswith("| ") else line
+    stripped_line = line.lstrip(" ")
+    if stripped_line.startswith("+ "):  # the first line of a group's traceback
+        return stripped_line.removeprefix("+ ").removeprefix("Exception Group ")
+    if stripped_line.startswith("+-"):
+        return stripped_line
+    return stripped_line[2:] if stripped_line.startswith("| ") else line
 
 
 def _abort_lines(lines: list[str]) -> list[str]:

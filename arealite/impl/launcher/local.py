@@ -112,8 +112,8 @@ class LocalLauncher(Launcher, Supervisor):
         self.paths.end.unlink(missing_ok=True)
         on_stop(loop, self._on_stop)
         vitals.watch(loop)
-        companions = [start(self.config, self.say) for start in self._on_start]
-        self._companions = [asyncio.ensure_future(work) for work in companions if work]
+        companions = entries.results(self._on_start, self.config, self.say)
+        self._companions = [asyncio.ensure_future(work) for work in companions]
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)

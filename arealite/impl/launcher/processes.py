@@ -172,7 +172,7 @@ async def spawn(
     """
     words = ["/bin/sh", "-c", guard, "sh", *command] if guard else command
     try:
-        record = new_record(log)
+        record = exit_record.new_file(log)
         variables = {PARENT: str(os.getpid()), exit_record.VARIABLE: str(record or "")}
         with log.open("ab") if log else nullcontext() as output:
             begin = output.tell() if output else 0
@@ -196,15 +196,6 @@ async def spawn(
             )
     except OSError as error:
         raise UserError(f"{name} cannot be started: {error}") from error
-
-
-def new_record(log: Path | None) -> Path | None:
-    """Return the file of the exit record beside a process's log, without an earlier record."""
-    if log is None:
-        return None
-    record = exit_record.path_of(log)
-    record.unlink(missing_ok=True)
-    return record
 
 
 async def _started(creating: asyncio.Task[Process]) -> Process:

@@ -109,8 +109,7 @@ class Datapipe:
     def _make_controls(self) -> list[DatapipeControl]:
         """Return what adapts this datapipe while it runs, such as the number of workers."""
         makers: list[DatapipeControlMaker] = entries.hooks("datapipe_control")
-        controls = [make(self) for make in makers]
-        return [control for control in controls if control is not None]
+        return entries.results(makers, self)
 
     # ------------------------------------------------------------ lifecycle
 

@@ -1,4 +1,4 @@
-"""What the datapipe's machine asks of its process: messages to send, and work between commits.
+"""The effects of the datapipe's machine: messages to send, and work between commits.
 
 The machine appends effects to an `Outbox`; the process takes them after each input and performs
 them in their order.

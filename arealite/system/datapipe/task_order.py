@@ -48,8 +48,7 @@ def make_sampler(config: ExperimentConfig, train: Sequence[Task]) -> TaskSampler
         UserError: A sampler cannot order these tasks.
     """
     makers: list[TaskSamplerMaker] = entries.hooks("task_sampler")
-    for make in makers:
-        sampler = make(config, train)
-        if sampler is not None:
-            return sampler
+    sampler = entries.first_result(makers, config, train)
+    if sampler is not None:
+        return sampler
     return Permutation(len(train), seed=config.seed, shuffle=config.dataset.shuffle)
