@@ -4,6 +4,7 @@ The decision uses the ledger and the checkpoints, before any process starts. An 
 error, so that no run silently skips or repeats samples. Files are renamed, never deleted.
 """
 
+import itertools
 import json
 import re
 import time
@@ -210,4 +211,7 @@ def _go_back(paths: RunPaths, step: int) -> None:
 
 
 def _backup_folder(paths: RunPaths) -> Path:
-    return paths.root.with_name(f"{paths.root.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+    """Return a folder beside the run's that does not exist, named after the time of day."""
+    first = paths.root.with_name(f"{paths.root.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], others) if not folder.exists())

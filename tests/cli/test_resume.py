@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -175,6 +176,22 @@ def test_resume_from_an_earlier_step_moves_newer_checkpoints_aside(
     assert str(moved.parent) in capsys.readouterr().out
     check(used)
     assert resume.read_facts(paths.ledger)[1] == 2
+
+
+def test_two_moves_in_the_same_second_get_two_folders(
+    used: ExperimentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = run_paths(used)
+    monkeypatch.setattr(time, "strftime", lambda _form: "20261129-193601")
+    resume.prepare_folder(replace(used, resume="step-000002"))
+    resume.move_old_run(replace(used, resume="never"))
+    folders = sorted(paths.root.parent.glob(f"{paths.root.name}.before-*"))
+    assert [folder.name for folder in folders] == [
+        f"{paths.root.name}.before-20261129-193601",
+        f"{paths.root.name}.before-20261129-193601-2",
+    ]
+    assert (folders[0] / "checkpoints" / "step-000004").is_dir()
+    assert (folders[1] / "ledger.sqlite").is_file()
 
 
 def test_each_start_saves_its_config_under_its_first_step(used: ExperimentConfig) -> None:
