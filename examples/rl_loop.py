@@ -38,7 +38,7 @@ from arealite.ext.embedded.decoder import Decoder  # noqa: E402
 from arealite.ext.embedded.generation import Generation, SamplingParams  # noqa: E402
 from arealite.ext.embedded.weight_loading import load_model  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
-from arealite.impl.rollout.collector import make_segments  # noqa: E402
+from arealite.impl.rollout.tree_maker import make_tree  # noqa: E402
 
 SEED = 1
 STEPS, GROUPS, GROUP_SIZE, UPDATES = 80, 64, 8, 2
@@ -100,7 +100,8 @@ class Sampler:
         record.add(record.begin(request.prompt, SamplingConfig()), response)
         text = self.tokenizer.decode(request.output, skip_special_tokens=True)
         reward = 1.0 if text == answer(request.rid) else 0.0
-        return Sample(request.rid, make_segments(record.turns)[0], reward)
+        (segment,) = make_tree(record.turns).segments()
+        return Sample(request.rid, segment, reward)
 
     def next_batch(self, rng: random.Random) -> list[Sample]:
         """Answer the tasks of the next batch, each GROUP_SIZE times."""

@@ -26,9 +26,10 @@ if __name__ == "__main__":
 from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import clients
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
+from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.main import run
@@ -67,7 +68,7 @@ def read_config(argv: Sequence[str]) -> ExperimentConfig:
 
 async def roll_out(
     config: ExperimentConfig, tasks: Sequence[Task]
-) -> list[tuple[Task, Episode, list[bytes]]]:
+) -> list[tuple[Task, Episode, list[Payload]]]:
     """Run SAMPLES episodes of each task concurrently."""
     own = config.trainer.ppo.collector
     client = clients.get(own.client.type)(config, own.client)
@@ -97,7 +98,7 @@ async def roll_out(
     return [(job[0].task, *each) for job, each in zip(jobs, found, strict=True)]
 
 
-def show(tokenizer: Any, task: Task, episode: Episode, payloads: Sequence[bytes]) -> None:
+def show(tokenizer: Any, task: Task, episode: Episode, payloads: Sequence[Payload]) -> None:
     """Print the trajectories of an episode, or its failure."""
     if episode.failure is not None:
         print(f"{task.task_id}: {episode.failure.failure_class}: {episode.failure.detail}")

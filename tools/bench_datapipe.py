@@ -33,6 +33,7 @@ import zmq
 from msgspec import structs
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.payloads import TOKEN_BYTES, Payload
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published, StepReport
@@ -40,15 +41,14 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.data.dataset import identity
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads
-from arealite.system.ledger.payload_checks import payload_sum
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.links.worker_link import WorkerLink
 from arealite.system.names.name_registry import NameRegistry
 from tests.system.scenes import payload as make_payload
 from tools import figures
 
-RECORD_BYTES = 17 * 1000
-"""Bytes of a trajectory of 1,000 tokens: token, mask, logprob, version and reward of each."""
+RECORD_BYTES = TOKEN_BYTES * 1000
+"""Bytes of a trajectory of 1,000 sampled tokens: token, logprob and version of each."""
 OPEN = 1000
 """Number of trajectories of the large ledger that are not durable yet."""
 GROUP, BATCH = 8, 64
@@ -117,8 +117,8 @@ async def collect(names: NameRegistry, count: int, size: int) -> float:
     """Return results of leases at once; return the seconds until all are acknowledged."""
     find = partial(names.address, "datapipe")
     link = WorkerLink(resolve=find, worker_id="bench", capacity=512, secret=names.secret)
-    payload = make_payload(make_header("g0", 0, tokens=size // 17))
-    total, done = payload_sum(payload), 0
+    payload = make_payload(make_header("g0", 0, tokens=size // TOKEN_BYTES))
+    done = 0
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())
         begin = None
@@ -126,8 +126,10 @@ async def collect(names: NameRegistry, count: int, size: int) -> float:
             lease = await link.next_lease()
             begin = begin or time.perf_counter()
             for member in lease.members:
-                header = make_header(lease.group_id, member, lease.task.task_id, size // 17)
-                header = structs.replace(header, payload_sum=total)
+                header = make_header(
+                    lease.group_id, member, lease.task.task_id, size // TOKEN_BYTES
+                )
+                header = structs.replace(header, digest=payload.digest)
                 episode = Episode(
                     lease_id=lease.lease_id,
                     group_id=lease.group_id,
@@ -229,7 +231,8 @@ def fill(path: Path, count: int) -> dict[str, float]:
     """Write a trial of `count` trajectories; all but the last thousand are durable."""
     ledger = Ledger(path, fingerprint=identity(ExperimentConfig(), TASKS))
     groups: list[Group] = []
-    payload, log = os.urandom(RECORD_BYTES), path.with_name(path.name + "-wal")
+    payload = Payload(prompt=b"", turns=os.urandom(RECORD_BYTES))
+    log = path.with_name(path.name + "-wal")
     commits, log_bytes = [], 0
     steps = (count - OPEN) // GROUP // BATCH
     begin = time.perf_counter()

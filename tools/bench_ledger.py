@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.payloads import encode_segments
+from arealite.api.payloads import TOKEN_BYTES, Payload
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
@@ -33,6 +33,7 @@ from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
+from tests.payloads import encode_segments
 from tools import figures
 
 GROUP, BATCH, EVERY = 8, 64, 20
@@ -42,7 +43,7 @@ TASKS = [
 ]
 
 
-def segments(tokens: int, version: int) -> tuple[list[Segment], bytes]:
+def segments(tokens: int, version: int) -> tuple[list[Segment], Payload]:
     """Return a trajectory of one segment; half of its tokens are sampled."""
     rng = np.random.default_rng(tokens)
     prompt = tokens // 2
@@ -155,7 +156,7 @@ def measure(folder: Path, records: int, tokens: int, repeats: int) -> dict[str, 
     paths.root.mkdir(parents=True)
     found = fill(paths.ledger, records, tokens)
     found["file_gb"] = paths.ledger.stat().st_size / 1e9
-    payload = len(segments(tokens, 0)[1])
+    payload = segments(tokens, 0)[1].size
 
     def opens() -> None:
         ledger = Ledger(paths.ledger, fingerprint=identity(ExperimentConfig(), TASKS))
@@ -197,7 +198,7 @@ def main() -> None:
     whole = GROUP * BATCH
     shapes = {
         "small": (options.records // whole * whole, options.tokens),
-        "large": (options.large // whole * whole, options.kilobytes * 1024 // 17),
+        "large": (options.large // whole * whole, options.kilobytes * 1024 // TOKEN_BYTES),
     }
     found = dict[str, float]()
     for name, (records, tokens) in shapes.items():

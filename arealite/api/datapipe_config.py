@@ -38,7 +38,7 @@ class DatapipeConfig:
         "payloads (tokens) in the ledger: all, for replay and report of every step; a number N "
         "drops those of steps older than the N newest checkpoints",
     )
-    max_frame_mb: int = opt(64, "larger trajectories fail; a token takes 17 bytes", at_least=1)
+    max_frame_mb: int = opt(64, "larger trajectories fail; 12 bytes a sampled token", at_least=1)
     curriculum: CurriculumConfig = sub(CurriculumConfig, "order of tasks by success rate")
 
     def constraints(self) -> Constraints:

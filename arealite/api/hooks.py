@@ -4,6 +4,7 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 """
 
 import asyncio
+import sqlite3
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,6 +267,12 @@ class ServerRegistrar(Protocol):
         """
         ...
 
+
+LedgerFormat = Callable[[sqlite3.Connection], None]
+"""Group `ledger_format`: make a ledger of an older format readable; the name is the format.
+
+The reader of such a ledger calls it with its read-only connection. It creates the temporary view
+`payloads`, with the columns of schema.sql. An error ends the reader."""
 
 DefaultModel = Callable[["ServerConfig"], str | None]
 """Hook `default_model`: return the folder of a model to serve without `model.path`, or None.

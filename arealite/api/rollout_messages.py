@@ -31,8 +31,7 @@ class Episode(EpisodeIds, frozen=True, kw_only=True):
     """The result of one episode of a leased group. Filled by the worker."""
 
     headers: list[TrajectoryHeader]
-    """One for each trainable seat that generated; [] exactly if `failure` is set. Their payloads
-    follow as frames, in this order."""
+    """One for each trainable seat that generated; [] exactly if `failure` is set."""
     failure: Failure | None
     """None if the episode finished."""
 
@@ -76,6 +75,9 @@ class Result(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     worker_id: str
     episodes: list[Episode]
+    prompts: list[Count] = []
+    """For each header of the episodes: the index of its prompt. The frames that follow are the
+    prompts, then the turns of each header (`payloads.to_frames`)."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -116,8 +118,8 @@ class Ack(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The worker may delete a result: it is durable in the ledger, or it is unreadable and the
     datapipe leases its episodes again. Filled by the datapipe."""
 
-    checksum: int
-    """`zlib.crc32` of the result's first frame; 0 answers a WorkerState."""
+    digest: bytes
+    """Digest of the result's first frame; b"" answers a WorkerState."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):

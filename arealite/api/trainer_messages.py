@@ -50,6 +50,8 @@ class Published(TrainerRequest, frozen=True, tag=True, kw_only=True):
     """Rank 0: every server that gets requests has confirmed `version`. Answer: Done."""
 
     version: Count
+    proof: str = ""
+    """What the servers showed of their weights, for the ledger; "" if nothing was asked."""
 
 
 class Checkpointed(TrainerRequest, frozen=True, tag=True, kw_only=True):
@@ -95,7 +97,7 @@ class TrainerReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Batch `step`, for one rank. The payloads of `mine` follow as frames, in that order."""
+    """Batch `step`, for one rank. The payloads of `mine` follow (`payloads.to_frames`)."""
 
     step: Count
     headers: list[TrajectoryHeader]
@@ -108,6 +110,8 @@ class Batch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Indices into `headers` of the receiving rank's trajectories."""
     waits: dict[str, float]
     """Metrics of the datapipe while it composed the batch."""
+    prompts: list[Count] = []
+    """For each item of `mine`: the index of its prompt among the frames."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -50,10 +50,10 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds spent on generation, reward and environment."""
     source: str = ""
     """`Task.source`."""
-    payload_sum: Count = 0
-    """`payload_checks.payload_sum` of the payload; 0 if the worker computed none."""
+    digest: bytes = b""
+    """`Payload.digest` of the payload; b"" if the worker computed none."""
     prompt: bytes = b""
-    """Digest of the first turn's prompt (`TurnReceipt.prompt`); b"": an older version."""
+    """Digest of the first turn's prompt (`TurnNode.prompt_digest`); b"": an older version."""
     prompt_tokens: Count = 0
     """Length of that prompt. The trainer computes equal prompts of a group once."""
     computed_tokens: Count = 0
@@ -65,32 +65,69 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.segment_lengths)
 
 
-class TurnReceipt(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Proof of one turn of a segment, made when its request was sent and its answer arrived."""
+class TurnNode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A turn of a trajectory, as a node of a tree: what follows the tokens that it shares.
 
-    start: Count
-    """Position of its first sampled token: the length of its prompt."""
-    length: Count
-    """Number of sampled tokens."""
+    The worker records it, messages carry it, and the ledger stores it. A digest is made when the
+    request is sent, and when its answer arrives. It proves that these tokens are the trained ones.
+    N = sampled tokens; arrays are raw little-endian bytes.
+    """
+
+    parent: Annotated[int, msgspec.Meta(ge=-1)]
+    """Index of an earlier turn, whose prompt and answer begin with the same tokens; -1: none, and
+    the prompt of the trajectory begins with them."""
+    shared: Count
+    """Number of these tokens."""
+    added: bytes
+    """int32: the tokens of the prompt after the shared ones."""
+    ids: bytes
+    """int32 [N]: the sampled tokens."""
+    logprobs: bytes
+    """float32 [N]: log-probability at sampling time, at the sampling temperature."""
+    versions: bytes
+    """int32 [N]: policy version that sampled the token."""
+    reward: float
+    temperature: float
+    """The sampling temperature."""
     reused: Count
     """Tokens of the prompt that earlier turns had; the rest is new."""
     reason: Annotated[str, msgspec.Meta(max_length=16)]
-    """Why a branch began: "" extends the turn before; see `Origin.reason`; "forked": another turn
-    extends the same turn."""
-    prompt: bytes
-    """16-byte BLAKE2b hash of the prompt's ids, as little-endian int32."""
-    answer: bytes
-    """16-byte BLAKE2b hash of the sampled tokens, then their logprobs, then their versions."""
+    """Why a branch begins: "" extends `parent`; see `Origin.reason`; "forked": another turn extends
+    the same turn."""
+    prompt_digest: bytes
+    """Digest of the whole prompt, int32; b"": an older AReaLite made none."""
+    answer_digest: bytes
+    """Digest of `ids`, `logprobs` and `versions`."""
+    next_state: str = ""
+    """Text of the observation after the answer. Filled by ObservingCollector; "": unknown."""
+    routing: bytes = b""
+    """uint8, or uint16 from 256 experts on, [tokens, layers, experts per token]: the experts that
+    the server chose, from token `routing_start` to the last but one; b"": not recorded."""
+    routing_start: Count = 0
+    extras: dict[str, bytes] = {}
+    """Further values for each sampled token, by name: N items of equal size."""
 
 
-class Segment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A token sequence in which each turn extends the turn before. Arrays are raw little-endian
-    bytes."""
+class PlacedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn in a segment."""
+
+    start: int
+    """Position of its first sampled token: the length of its prompt."""
+    length: int
+    """Number of sampled tokens."""
+    node: TurnNode
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A token sequence in which each turn extends the turn before, for the trainer and for readers.
+
+    Arrays are raw little-endian bytes. It is made from a tree of turns (`TrajectoryTree.segments`).
+    """
 
     tokens: bytes
     """int32 [T]: prompt, sampled and observed tokens, exactly as sent and sampled."""
     loss_mask: bytes
-    """uint8 [T]: 1 where the policy sampled the token."""
+    """uint8 [T]: 1 where a turn of this segment sampled the token."""
     logprobs: bytes
     """float32 [T]: log-probability at sampling time, at the sampling temperature; 0 where
     loss_mask is 0."""
@@ -100,16 +137,10 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """float32 [T]: the turn's reward at its last sampled token, else 0."""
     temperature: float
     """The sampling temperature; the trainer divides logits by it."""
-    next_state: str = ""
-    """Text of the observation after the last answer. Filled by ObservingCollector; "": unknown."""
-    turns: list[TurnReceipt] = []
-    """The turns whose sampled tokens are trained here, in order; []: an older AReaLite."""
+    turns: list[PlacedTurn] = []
+    """The turns whose sampled tokens are trained here, in order."""
     routing: bytes = b""
-    """uint8, or uint16 from 256 experts on, [T, layers, experts per token]: the experts that the
-    server chose, all bits set where none are recorded; b"" without a record."""
-    common: Count = 0
-    """Only inside a payload: number of tokens at the start that the five arrays leave out. They are
-    those of the prompt or of the segment before, and are not trained here."""
+    """As in `TurnNode.routing`, for all T tokens: all bits are set where nothing is recorded."""
 
 
 def mean_reward(headers: Iterable[TrajectoryHeader]) -> float | None:

@@ -14,6 +14,13 @@ import msgspec
 from arealite.api.llm import LLMResponse
 
 blake2b = partial(_blake2b, digest_size=16)
+
+
+def digest(content: bytes) -> bytes:
+    """Return the digest of tokens, of a payload or of a message: the checksum of content."""
+    return blake2b(content).digest()
+
+
 NOTHING = LLMResponse(output_ids=[], logprobs=[], versions=[], stop_reason="")
 """The response of a turn before its first token."""
 
@@ -78,32 +85,6 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
             parts += turn.sampled[0], turn.added
             turn = turn.parent
         return b"".join(reversed(parts))
-
-    @property
-    def routing(self) -> bytes:
-        """The experts of all tokens, as in `Segment.routing`; b"" without a record.
-
-        The tokens of `parent` have the experts of their own turn.
-        """
-        num_inputs = self.end - 1  # the last token is no input
-        num_recorded = num_inputs - self.routing_start
-        bytes_per_token = len(self.response.routing) // max(1, num_recorded)
-        if not bytes_per_token:
-            return b""
-        no_experts = b"\xff" * bytes_per_token
-        parts_backwards = [no_experts]
-        stop = num_inputs
-        turn: Turn | None = self
-        while turn is not None and stop:
-            start = turn.routing_start
-            if start < stop:
-                num_bytes = (stop - start) * bytes_per_token
-                record = turn.response.routing[:num_bytes]
-                parts_backwards.append(record.ljust(num_bytes, b"\xff"))
-                stop = start
-            turn = turn.parent
-        parts_backwards.append(no_experts * stop)
-        return b"".join(reversed(parts_backwards))
 
     @property
     def routing_start(self) -> int:

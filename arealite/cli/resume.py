@@ -19,7 +19,7 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.cli.line_wrap import fold
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.ledger import connect, open_read_only
+from arealite.system.ledger.ledger import check_identity, connect, open_read_only
 from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT
 
 
@@ -56,7 +56,7 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
     _check_format(stored, paths.root, hint)
     if selected in good:
         _check_payloads(stored, selected, hint)
-    _check_identity(stored, identity, paths.root, hint)
+    check_identity(stored, identity, paths.root, hint)
     newest_step = max(map(step_of, good), default=0)
     if selected in ("auto", "must") and recorded_step > newest_step:
         go_back = f"resume={good[-1]} goes back to that checkpoint; " if good else ""
@@ -100,19 +100,6 @@ def _check_payloads(stored: Mapping[str, str], selected: str, hint: str) -> None
             f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads). "
             f"Name a checkpoint from step-{dropped:06d} on; or {hint}."
         )
-
-
-def _check_identity(
-    stored: Mapping[str, str], identity: Mapping[str, str], root: Path, hint: str
-) -> None:
-    """Check that the run was started with the same model, dataset and trainer."""
-    for key, now in identity.items():
-        before = stored.get(key)
-        if before != now:
-            raise UserError(
-                f"{root} was started with {key}={before}, now it is {now}. "
-                f"Use {before}, choose another trial_name; or {hint}."
-            )
 
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:

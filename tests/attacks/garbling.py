@@ -18,10 +18,12 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Result
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.system.links import wire
 from arealite.system.links.worker_link import WorkerLink
+from tests.payloads import pack, with_digests
 
 FILE = Path(__file__)
 SHARE = 0.1
@@ -30,39 +32,53 @@ FRAMES = 0.02
 MARK = b"\x07\0\0\0"
 """The token of readable garbled trajectories."""
 
+Bug = Callable[[Episode, Payload], tuple[Episode, list[Payload]]]
+
 replace = msgspec.structs.replace
 rng = random.Random(16)
 _submit, _encode = WorkerLink.submit, wire.encode
 
 
-def marked(payload: bytes) -> bytes:
-    """Return a payload of the same form with tokens that no policy sampled."""
-    segments = decode_segments(payload)
-    return encode_segments([replace(s, tokens=MARK * len(s.loss_mask)) for s in segments])
+def marked(payload: Payload) -> Payload:
+    """Return a payload of the same form with tokens that no policy sampled, and their digests."""
+    tree = TrajectoryTree.decode(payload)
+    turns = [
+        replace(turn, added=MARK * (len(turn.added) // 4), ids=MARK * (len(turn.ids) // 4))
+        for turn in tree.turns
+    ]
+    return with_digests(pack(MARK * (len(payload.prompt) // 4), turns))
 
 
-def of_header(**facts: Any) -> Callable[[Episode, bytes], tuple[Episode, list[bytes]]]:
+def of_header(**facts: Any) -> Bug:
     """Return a bug that garbles a header; its trajectory has the marker token."""
 
-    def garble(episode: Episode, payload: bytes) -> tuple[Episode, list[bytes]]:
-        header = replace(episode.headers[0], payload_sum=0, **facts)
+    def garble(episode: Episode, payload: Payload) -> tuple[Episode, list[Payload]]:
+        header = replace(episode.headers[0], digest=b"", **facts)
         return replace(episode, headers=[header]), [marked(payload)]
 
     return garble
 
 
-def flip(episode: Episode, payload: bytes) -> tuple[Episode, list[bytes]]:
-    at = rng.randrange(len(payload))
-    changed = bytes([payload[at] ^ 1 << rng.randrange(8)])
-    return episode, [payload[:at] + changed + payload[at + 1 :]]
+def flip(episode: Episode, payload: Payload) -> tuple[Episode, list[Payload]]:
+    """Flip a bit of the prompt or of the turns."""
+    at = rng.randrange(payload.size)
+    content = bytearray(payload.prompt + payload.turns)
+    content[at] ^= 1 << rng.randrange(8)
+    changed = bytes(content)
+    end = len(payload.prompt)
+    return episode, [Payload(prompt=changed[:end], turns=changed[end:])]
 
 
-BUGS: dict[str, Callable[[Episode, bytes], tuple[Episode, list[bytes]]]] = {
+def with_turns(turns: Callable[[bytes], bytes]) -> Bug:
+    return lambda episode, payload: (episode, [replace(payload, turns=turns(payload.turns))])
+
+
+BUGS: dict[str, Bug] = {
     "a flipped bit": flip,
     "no payload": lambda episode, payload: (episode, []),
     "another payload": lambda episode, payload: (episode, [marked(payload)]),
-    "random bytes": lambda episode, payload: (episode, [rng.randbytes(len(payload))]),
-    "half of the payload": lambda episode, payload: (episode, [payload[: len(payload) // 2]]),
+    "random bytes": with_turns(lambda turns: rng.randbytes(len(turns))),
+    "half of the payload": with_turns(lambda turns: turns[: len(turns) // 2]),
     "a reward of a million": of_header(reward=1e6),
     "a reward that is none": of_header(reward=math.nan),
     "a version of the future": of_header(newest_version=10**6),
@@ -71,17 +87,21 @@ BUGS: dict[str, Callable[[Episode, bytes], tuple[Episode, list[bytes]]]] = {
 }
 
 
+def content_of(payload: Payload) -> bytes:
+    return payload.prompt + payload.turns
+
+
 def note(what: str, lease_id: str, member: int, payload: bytes) -> None:
     line = {"what": what, "lease": lease_id, "member": member, "sha": sha256(payload).hexdigest()}
     with open(os.environ["GARBLED"], "a", encoding="ascii") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def submit(self: WorkerLink, episode: Episode, payloads: list[bytes]) -> None:
+def submit(self: WorkerLink, episode: Episode, payloads: list[Payload]) -> None:
     if len(payloads) == 1 and rng.random() < SHARE:
         what = rng.choice([*BUGS])
         episode, payloads = BUGS[what](episode, payloads[0])
-        note(what, episode.lease_id, episode.member, b"".join(payloads))
+        note(what, episode.lease_id, episode.member, b"".join(map(content_of, payloads)))
     _submit(self, episode, payloads)
 
 

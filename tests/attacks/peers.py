@@ -7,22 +7,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from zlib import crc32
 
 import msgspec
 import numpy as np
 import zmq
 from zmq.utils import z85
 
-from arealite.api.rollout_messages import Ack, Episode, Lease, Result, ToWorker, WorkerState
+from arealite.api.payloads import Payload
+from arealite.api.rollout_messages import Ack, Episode, Lease, ToWorker, WorkerState
 from arealite.api.trainer_messages import ToTrainer
-from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trajectory import TrajectoryHeader, TurnNode
+from arealite.api.turns import digest
 from arealite.system.links import wire
 from arealite.system.links.worker_link import STATE_S
 from arealite.system.names.trial_secret import Secret
 from tests.attacks.conftest import Live
 from tests.e2e.conftest import SLOW_S
-from tests.impl.trainer.trajectories import header
+from tests.payloads import pack, result_frames
+from tests.system.scenes import header
 from tests.waiting import until
 
 PATIENCE_MS = 60_000
@@ -60,15 +62,16 @@ class Insider:
             if isinstance(message, kind):
                 return message
 
-    def submit(self, episodes: list[Episode], *payloads: bytes) -> None:
+    def submit(self, episodes: list[Episode], *payloads: Payload) -> None:
         """Send a result and wait until it is acknowledged."""
-        frame = wire.encode(Result(worker_id=self.worker_id, episodes=episodes))
-        self.send(frame, *payloads)
+        result, frames = result_frames(self.worker_id, episodes, payloads)
+        frame = wire.encode(result)
+        self.send(frame, *frames)
         self.acknowledged(frame)
 
     def acknowledged(self, frame: bytes) -> None:
         """Wait until a message is acknowledged."""
-        while self.receive(Ack).checksum != crc32(frame):
+        while self.receive(Ack).digest != digest(frame):
             pass
 
     def wait_until_handled(self) -> None:
@@ -133,28 +136,37 @@ def forged(group: str, member: int, *, version: int = 0, reward: float = 1.0) ->
 
 
 class Forgery:
-    """A trajectory's header and segment, whose fields a test changes."""
+    """A trajectory's header, prompt and turn, whose fields a test changes."""
 
     def __init__(self, group: str, member: int, version: int, reward: float) -> None:
         self.ids = (group, member)
-        length, sampled = len(MARKER), len(MARKER) // 2
-        mask = np.array([0] * (length - sampled) + [1] * sampled, np.uint8)
-        self.segment = Segment(
-            tokens=np.array(MARKER, "<i4").tobytes(),
-            loss_mask=mask.tobytes(),
-            logprobs=(mask * -1.0).astype("<f4").tobytes(),
-            versions=np.where(mask, version, -1).astype("<i4").tobytes(),
-            rewards=np.array([0.0] * (length - 1) + [reward], "<f4").tobytes(),
+        length = len(MARKER)
+        sampled = length // 2
+        self.prompt = np.array(MARKER[:-sampled], "<i4").tobytes()
+        self.turn = TurnNode(
+            parent=-1,
+            shared=length - sampled,
+            added=b"",
+            ids=np.array(MARKER[-sampled:], "<i4").tobytes(),
+            logprobs=np.full(sampled, -1.0, "<f4").tobytes(),
+            versions=np.full(sampled, version, "<i4").tobytes(),
+            reward=reward,
             temperature=1.0,
+            reused=0,
+            reason="first",
+            prompt_digest=b"",
+            answer_digest=b"",
         )
         self.header: TrajectoryHeader = header(
-            f"{group}/{member}/agent", [self.segment], reward=reward
+            group, member, version=version, reward=reward, tokens=length
         )
         self.more: list[TrajectoryHeader] = []
 
-    def put(self, **arrays: Any) -> Forgery:
-        """Change the segment."""
-        self.segment = msgspec.structs.replace(self.segment, **arrays)
+    def put(self, *, prompt: bytes | None = None, **fields: Any) -> Forgery:
+        """Change the turn, and the prompt."""
+        self.turn = msgspec.structs.replace(self.turn, **fields)
+        if prompt is not None:
+            self.prompt = prompt
         return self
 
     def say(self, **facts: Any) -> Forgery:
@@ -162,8 +174,8 @@ class Forgery:
         self.header = msgspec.structs.replace(self.header, **facts)
         return self
 
-    def payload(self) -> bytes:
-        return msgspec.msgpack.encode([self.segment])
+    def payload(self) -> Payload:
+        return pack(self.prompt, [self.turn])
 
     def episode(self, lease_id: str) -> Episode:
         group_id, member = self.ids

@@ -14,10 +14,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
+from arealite.api.trajectory_tree import decode_segments
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payload_checks import whole_payload
 from tests.attacks import garbling
 from tests.attacks.conftest import Live, start, stop
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site
@@ -99,13 +99,16 @@ def test_each_garbled_result_is_counted(run: Live) -> None:
 def test_nothing_garbled_is_in_the_ledger(run: Live) -> None:
     wrong = {line["sha"] for line in garbled(run)}
     with closing(connect(run.paths.ledger, read_only=True)) as db:
-        rows = db.execute("SELECT payload, reward FROM trajectories").fetchall()
-        rows = [(whole_payload(db, payload), reward) for payload, reward in rows]
+        query = (
+            "SELECT prompt_tokens, turns, reward "
+            "FROM trajectories JOIN payloads USING (trajectory_id)"
+        )
+        rows = db.execute(query).fetchall()
     assert len(rows) >= 16 * STEPS
-    for payload, reward in rows:
-        assert sha256(payload).hexdigest() not in wrong
+    for prompt, turns, reward in rows:
+        assert sha256(prompt + turns).hexdigest() not in wrong
         assert 0.0 <= reward <= 1.0
-        for segment in decode_segments(payload):
+        for segment in decode_segments(Payload(prompt=prompt, turns=turns)):
             assert segment.tokens != garbling.MARK * len(segment.loss_mask)
 
 

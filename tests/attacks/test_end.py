@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
 from arealite.api.trainer_messages import Ticket, TrainerStart, Waiting
+from arealite.api.trajectory_tree import decode_segments
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payload_checks import whole_payload
 from tests.attacks.conftest import Live, stop
 from tests.attacks.peers import MARKER, insider
 from tests.e2e.conftest import SLOW_S
@@ -64,14 +64,17 @@ def test_resume_finds_the_checkpoint_and_the_secret(live: Live) -> None:
 
 def test_all_trajectories_are_from_the_runs_workers(live: Live) -> None:
     with closing(connect(live.paths.ledger, read_only=True)) as db:
-        rows = db.execute("SELECT trajectory_id, reward, payload, header FROM trajectories")
-        found = [(*row, whole_payload(db, payload), h) for *row, payload, h in rows.fetchall()]
+        query = (
+            "SELECT trajectory_id, reward, prompt_tokens, turns, header "
+            "FROM trajectories JOIN payloads USING (trajectory_id)"
+        )
+        found = db.execute(query).fetchall()
     assert len(found) > 16
-    for name, reward, payload, header in found:
+    for name, reward, prompt, turns, header in found:
         assert re.fullmatch(r"g\d+/[0-3]/agent", name)
         assert reward in (0.0, 1.0)
         assert b"owned" not in header
-        for segment in decode_segments(payload):
+        for segment in decode_segments(Payload(prompt=prompt, turns=turns)):
             tokens = np.frombuffer(segment.tokens, "<i4")
             assert tokens[: len(MARKER)].tolist() != MARKER
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from arealite.api.payloads import to_frames
 from arealite.api.rollout_messages import FromWorker, Result, WorkerState
 from arealite.api.trainer_messages import FromTrainer
 from arealite.system.datapipe.message_checks import DECODE_ERRORS
@@ -38,19 +39,21 @@ junk = st.recursive(
 )
 
 
+SIMPLE: dict[type, st.SearchStrategy[Any]] = {
+    inspect.IntType: numbers,
+    inspect.StrType: words,
+    inspect.FloatType: st.floats(),
+    inspect.BoolType: st.booleans(),
+    inspect.NoneType: st.none(),
+    inspect.BytesType: st.binary(max_size=40),
+}
+
+
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """Return valid and almost valid values of a field on the wire."""
     match kind:
-        case inspect.IntType():
-            return numbers
-        case inspect.StrType():
-            return words
-        case inspect.FloatType():
-            return st.floats()
-        case inspect.BoolType():
-            return st.booleans()
-        case inspect.NoneType():
-            return st.none()
+        case kind if type(kind) in SIMPLE:
+            return SIMPLE[type(kind)]
         case inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=3)
         case inspect.DictType(key_type=key, value_type=value):
@@ -88,10 +91,13 @@ def damaged(frame: bytes, seed: int) -> bytes:
     return frame[:at] if rng.random() < 0.5 else frame[:at] + changed + frame[at + 1 :]
 
 
+_, FRAMES = to_frames([forged("g0", 0).payload()])
+"""A prompt and its turns."""
+
 payloads = st.lists(
-    st.binary(max_size=50) | st.just(forged("g0", 0).payload()) | junk.map(msgspec.msgpack.encode),
+    st.binary(max_size=50) | st.sampled_from(FRAMES) | junk.map(msgspec.msgpack.encode),
     max_size=3,
-)
+) | st.just(FRAMES)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -138,8 +144,14 @@ def test_results_of_real_leases_are_fuzzed(live: Live) -> None:
             raw = msgspec.to_builtins(made.episode(lease.lease_id))
             field = data.draw(st.sampled_from([*raw["headers"][0], "reward"]))
             raw["headers"][0][field] = data.draw(junk)
+            prompts = data.draw(st.just([0]) | st.lists(numbers, max_size=3) | junk)
             frame = msgspec.msgpack.encode(
-                {"type": "Result", "worker_id": peer.worker_id, "episodes": [raw]}
+                {
+                    "type": "Result",
+                    "worker_id": peer.worker_id,
+                    "episodes": [raw],
+                    "prompts": prompts,
+                }
             )
             peer.send(frame, *frames)
             peer.acknowledged(frame)

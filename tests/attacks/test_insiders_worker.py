@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import (
     Episode,
     Failure,
@@ -21,15 +22,18 @@ from arealite.api.rollout_messages import (
     Result,
     TurnHeader,
 )
+from arealite.api.turns import digest
 from arealite.system.links import wire
 from tests.attacks.conftest import FRAME_MB, Live
 from tests.attacks.peers import MARKER, PATIENCE_MS, Forgery, Insider, forged, insider
 from tests.e2e.conftest import SLOW_S
 from tests.hostile import HOSTILE
+from tests.payloads import result_frames
 
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
 
 SIZE = len(MARKER)
+SAMPLED = SIZE // 2
 BEYOND = [2**63, 2**64 - 1, -1, 1 << 41]
 """Numbers out of the range of a Count."""
 
@@ -50,7 +54,7 @@ def floats(*values: float) -> bytes:
 
 def filled(value: float) -> bytes:
     """Return an array with one invalid number at a sampled token."""
-    return floats(*[0.0] * (SIZE - 1), value)
+    return floats(*[0.0] * (SAMPLED - 1), value)
 
 
 def swapped(made: Forgery) -> Forgery:
@@ -59,31 +63,61 @@ def swapped(made: Forgery) -> Forgery:
 
 
 WRONG: dict[str, Callable[[Forgery], Forgery]] = {
-    "token below 0": lambda f: f.put(tokens=ints([-1] * SIZE)),
-    "token of no vocabulary": lambda f: f.put(tokens=ints([2**31 - 1] * SIZE)),
-    "token just beyond the vocabulary": lambda f: f.put(tokens=ints([10**5] * SIZE)),
-    "fewer tokens than the mask": lambda f: f.put(tokens=ints(MARKER[:-1])),
-    "tokens of half a number": lambda f: f.put(tokens=b"123"),
-    "no tokens": lambda f: f.put(
-        tokens=b"", loss_mask=b"", logprobs=b"", versions=b"", rewards=b""
+    "token below 0": lambda f: f.put(ids=ints([-1] * SAMPLED)),
+    "token of no vocabulary": lambda f: f.put(ids=ints([2**31 - 1] * SAMPLED)),
+    "token just beyond the vocabulary": lambda f: f.put(ids=ints([10**5] * SAMPLED)),
+    "prompt token below 0": lambda f: f.put(prompt=ints([-1] * SAMPLED)),
+    "prompt token of no vocabulary": lambda f: f.put(prompt=ints([2**31 - 1] * SAMPLED)),
+    "observed token of no vocabulary": lambda f: f.put(
+        shared=SAMPLED - 1, added=ints([2**31 - 1])
     ),
-    "mask of all": lambda f: f.put(loss_mask=b"\1" * SIZE),
-    "mask of none": lambda f: f.put(loss_mask=bytes(SIZE)),
-    "mask of twos": lambda f: f.put(loss_mask=b"\2" * SIZE),
-    "mask unlike the versions": lambda f: f.put(versions=ints([-1] * SIZE)),
-    "versions of the future": lambda f: f.put(
-        versions=ints([-1] * (SIZE // 2) + [10**6] * (SIZE // 2))
-    ).say(newest_version=10**6, oldest_version=10**6),
+    "fewer tokens than logprobs": lambda f: f.put(ids=ints(MARKER[SAMPLED:-1])),
+    "tokens of half a number": lambda f: f.put(ids=b"123"),
+    "observed tokens of half a number": lambda f: f.put(shared=SAMPLED - 1, added=b"123"),
+    "no tokens": lambda f: f.put(prompt=b"", shared=0, ids=b"", logprobs=b"", versions=b""),
+    "mask of all": lambda f: f.put(
+        prompt=b"",
+        shared=0,
+        ids=ints(MARKER),
+        logprobs=floats(*[-1.0] * SIZE),
+        versions=ints([f.header.oldest_version] * SIZE),
+    ).say(trained_tokens=SIZE),
+    "mask of none": lambda f: f.put(
+        added=ints(MARKER[SAMPLED:]), ids=b"", logprobs=b"", versions=b""
+    ),
+    "another sampled token": lambda f: f.put(
+        ids=ints([*MARKER[SAMPLED:], 7]),
+        logprobs=floats(*[-1.0] * (SAMPLED + 1)),
+        versions=ints([f.header.oldest_version] * (SAMPLED + 1)),
+    ),
+    "a turn after itself": lambda f: f.put(parent=0),
+    "a turn after a later turn": lambda f: f.put(parent=1),
+    "a turn after less than none": lambda f: f.put(parent=-2),
+    "a turn that extends none": lambda f: f.put(reason=""),
+    "a turn that shares more than there is": lambda f: f.put(shared=SIZE),
+    "a turn that shares a gigabyte": lambda f: f.put(shared=1 << 30),
+    "a turn that shares less than nothing": lambda f: f.put(shared=-1),
+    "a reason of many words": lambda f: f.put(reason="because " * 100),
+    "versions of no policy": lambda f: f.put(versions=ints([-1] * SAMPLED)),
+    "versions of the future": lambda f: f.put(versions=ints([10**6] * SAMPLED)).say(
+        newest_version=10**6, oldest_version=10**6
+    ),
     "versions unlike the header": lambda f: f.say(newest_version=f.header.newest_version + 1),
     "logprob NaN": lambda f: f.put(logprobs=filled(math.nan)),
     "logprob inf": lambda f: f.put(logprobs=filled(-math.inf)),
     "logprobs missing": lambda f: f.put(logprobs=b""),
-    "reward NaN": lambda f: f.put(rewards=filled(math.nan)),
-    "reward inf": lambda f: f.put(rewards=filled(math.inf)),
+    "experts of half a token": lambda f: f.put(routing=bytes(SIZE)),
+    "extras of half a token": lambda f: f.put(extras={"more": bytes(SAMPLED + 1)}),
+    "digest of another prompt": lambda f: f.put(prompt_digest=bytes(16)),
+    "digest of another answer": lambda f: f.put(
+        prompt_digest=digest(f.prompt), answer_digest=bytes(16)
+    ),
+    "reward NaN": lambda f: f.put(reward=math.nan),
+    "reward inf": lambda f: f.put(reward=math.inf),
     "reward NaN in the header": lambda f: f.say(reward=math.nan),
-    "reward inf on both sides": lambda f: f.put(rewards=filled(math.inf)).say(reward=math.inf),
+    "reward inf on both sides": lambda f: f.put(reward=math.inf).say(reward=math.inf),
     "reward of a million in the header": lambda f: f.say(reward=1e6),
-    "reward of a million in the payload": lambda f: f.put(rewards=filled(1e6)),
+    "reward of a million in the payload": lambda f: f.put(reward=1e6),
     "part of the reward inf": lambda f: f.say(reward_parts={"exact": -math.inf}),
     "seconds NaN": lambda f: f.say(seconds=math.nan),
     "waits inf": lambda f: f.say(waits={"generation": math.inf}),
@@ -98,7 +132,7 @@ WRONG: dict[str, Callable[[Forgery], Forgery]] = {
     "another group's trajectory": lambda f: f.say(trajectory_id="g0/0/agent"),
     "another member's trajectory": lambda f: f.say(member=f.header.member + 1),
     "a name with control characters": lambda f: f.say(trajectory_id=HOSTILE),
-    "garbled since its sum was taken": lambda f: f.say(payload_sum=12345),
+    "garbled since its digest was taken": lambda f: f.say(digest=b"12345"),
     "one seat twice": swapped,
 }  # fmt: skip
 
@@ -119,21 +153,38 @@ def garbage(made: Forgery) -> bytes:
     return random.Random(made.header.trajectory_id).randbytes(4096)
 
 
-PAYLOADS: dict[str, Callable[[Forgery], list[bytes]]] = {
+def of_turns(made: Forgery, turns: bytes) -> list[Payload]:
+    return [Payload(prompt=made.prompt, turns=turns)]
+
+
+def shares_without_end(made: Forgery) -> list[Payload]:
+    """A small payload of 25 million tokens."""
+    made.put(prompt=bytes(100_000), shared=25_000)
+    return of_turns(made, msgspec.msgpack.encode([made.turn] * 1000))
+
+
+PAYLOADS: dict[str, Callable[[Forgery], list[Payload]]] = {
     "none": lambda f: [],
     "two": lambda f: [f.payload()] * 2,
-    "empty": lambda f: [b""],
-    "garbage": lambda f: [garbage(f)],
-    "truncated": lambda f: [f.payload()[:-3]],
-    "with a tail": lambda f: [f.payload() + b"\0"],
-    "another structure": lambda f: [msgspec.msgpack.encode({"tokens": MARKER})],
-    "no segments": lambda f: [msgspec.msgpack.encode([])],
-    "nested": lambda f: [b"\x91" * 100_000],
-    "promises a gigabyte": lambda f: [b"\xdd\x40\x00\x00\x00"],
-    "promises four gigabytes": lambda f: [b"\x91\x86\xa6tokens\xc6\xff\xff\xff\xff"],
-    "JSON": lambda f: [msgspec.json.encode([f.segment])],
-    "pickle": lambda f: [b"\x80\x04cos\nsystem\n(S'touch owned'\ntR."],
-    "a flipped bit": lambda f: [bytes([f.payload()[0] ^ 16]) + f.payload()[1:]],
+    "empty": lambda f: of_turns(f, b""),
+    "garbage": lambda f: of_turns(f, garbage(f)),
+    "a prompt of garbage": lambda f: [Payload(prompt=garbage(f), turns=f.payload().turns)],
+    "no prompt": lambda f: [Payload(prompt=b"", turns=f.payload().turns)],
+    "a truncated prompt": lambda f: [Payload(prompt=f.prompt[:-3], turns=f.payload().turns)],
+    "a prompt with a tail": lambda f: [Payload(prompt=f.prompt + b"\0", turns=f.payload().turns)],
+    "truncated": lambda f: of_turns(f, f.payload().turns[:-3]),
+    "with a tail": lambda f: of_turns(f, f.payload().turns + b"\0"),
+    "another structure": lambda f: of_turns(f, msgspec.msgpack.encode({"tokens": MARKER})),
+    "no turns": lambda f: of_turns(f, msgspec.msgpack.encode([])),
+    "nested": lambda f: of_turns(f, b"\x91" * 100_000),
+    "promises a gigabyte": lambda f: of_turns(f, b"\xdd\x40\x00\x00\x00"),
+    "promises four gigabytes": lambda f: of_turns(f, b"\x91\x9c\xff\x00\xc6\xff\xff\xff\xff"),
+    "shares without end": shares_without_end,
+    "JSON": lambda f: of_turns(f, msgspec.json.encode([f.turn])),
+    "pickle": lambda f: of_turns(f, b"\x80\x04cos\nsystem\n(S'touch owned'\ntR."),
+    "a flipped bit": lambda f: of_turns(
+        f, bytes([f.payload().turns[0] ^ 16]) + f.payload().turns[1:]
+    ),
 }
 
 
@@ -168,7 +219,7 @@ def test_episode_needs_either_a_trajectory_or_a_failure(
     live.counts(before, 1)
 
 
-@pytest.mark.parametrize("name", ["segment_lengths", "turns", "interruptions", "payload_sum"])
+@pytest.mark.parametrize("name", ["segment_lengths", "turns", "interruptions", "prompt_tokens"])
 @pytest.mark.parametrize("number", BEYOND)
 def test_number_out_of_range_is_counted(
     live: Live, worker: Insider, name: str, number: int
@@ -176,12 +227,29 @@ def test_number_out_of_range_is_counted(
     lease, member = worker.episode()
     before = live.rejected()
     made = forged(lease.group_id, member, version=lease.version)
-    raw = msgspec.to_builtins(
-        Result(worker_id=worker.worker_id, episodes=[made.episode(lease.lease_id)])
-    )
+    episodes = [made.episode(lease.lease_id)]
+    result, frames = result_frames(worker.worker_id, episodes, [made.payload()])
+    raw = msgspec.to_builtins(result)
     raw["episodes"][0]["headers"][0][name] = [number] if name == "segment_lengths" else number
     frame = msgspec.msgpack.encode(raw)
-    worker.send(frame, made.payload())
+    worker.send(frame, *frames)
+    worker.acknowledged(frame)
+    live.counts(before, 1)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[], [1], [0, 0], [0, 1], [5], [2**40], [2**64 - 1], [-1], ["0"], None, "0"]
+)
+def test_payloads_with_wrong_indices_of_prompts_are_counted(
+    live: Live, worker: Insider, prompts: object
+) -> None:
+    lease, member = worker.episode()
+    before = live.rejected()
+    made = forged(lease.group_id, member, version=lease.version)
+    episodes = [made.episode(lease.lease_id)]
+    result, frames = result_frames(worker.worker_id, episodes, [made.payload()])
+    frame = msgspec.msgpack.encode({**msgspec.to_builtins(result), "prompts": prompts})
+    worker.send(frame, *frames)
     worker.acknowledged(frame)
     live.counts(before, 1)
 

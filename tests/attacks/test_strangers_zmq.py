@@ -17,18 +17,17 @@ from arealite.system.links import wire
 from tests.attacks.conftest import Live
 from tests.attacks.peers import PATIENCE_MS, STRANGERS, forged
 from tests.e2e.conftest import SLOW_S
+from tests.payloads import result_frames
 
 pytestmark = [pytest.mark.attacks, pytest.mark.part, pytest.mark.timeout(2 * SLOW_S)]
 
 REWARD = forged("g0", 0, reward=1e6)
+RESULT, FRAMES = result_frames("rollout-0", [REWARD.episode("g0.1.1")], [REWARD.payload()])
 MESSAGES: dict[str, list[Any]] = {
     "worker's state": [
         WorkerState(worker_id="rollout-9", capacity=1000, held=[], split_metrics={}, process="p")
     ],
-    "result": [
-        Result(worker_id="rollout-0", episodes=[REWARD.episode("g0.1.1")]),
-        REWARD.payload(),
-    ],
+    "result": [RESULT, *FRAMES],
     "result without payload": [Result(worker_id="rollout-0", episodes=[REWARD.episode("g0.1.1")])],
     "progress": [
         Progress(

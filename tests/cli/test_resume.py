@@ -227,7 +227,7 @@ def test_ledger_of_another_format_is_refused(used: ExperimentConfig) -> None:
     db.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
     db.close()
     with pytest.raises(
-        UserError, match=r"by another version of AReaLite \(format 3, now 5\)"
+        UserError, match=r"by another version of AReaLite \(format 3, now 6\)"
     ) as error:
         check(used)
     assert "\n" not in str(error.value)

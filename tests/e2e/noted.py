@@ -2,7 +2,7 @@
 
 It changes the client of the process that imports it, so only the processes of a run do.
 
-Digests are those of `TurnReceipt`, so a note names the turn in which its tokens are trained.
+Digests are those of `TurnNode`, so a note names the turn in which its tokens are trained.
 """
 
 from __future__ import annotations

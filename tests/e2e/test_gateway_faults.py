@@ -22,8 +22,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from arealite.api.payloads import decode_segments
 from arealite.api.trajectory import Segment
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import arrays, blake2b, decode_turn
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
@@ -137,7 +137,8 @@ class Live:
         payloads = read_payloads(self.paths.ledger, [key for key, _ in rows])
         for (_, raw), payload in zip(rows, payloads, strict=True):
             header, segments = decode_header(raw), decode_segments(payload)
-            turns = [(t.prompt.hex(), t.answer.hex()) for s in segments for t in s.turns]
+            nodes = [turn.node for segment in segments for turn in segment.turns]
+            turns = [(node.prompt_digest.hex(), node.answer_digest.hex()) for node in nodes]
             attempt = int(header.reward_parts["attempt"])
             found[header.group_id, header.member] = Trained(turns, attempt, segments)
         return found

@@ -22,13 +22,15 @@ import numpy as np
 import psutil
 import pytest
 
-from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.payloads import Payload
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
-from arealite.system.ledger.payload_checks import payload_sum, whole_payload
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
+from tests.ext.older_runs.ledgers import rewrite_as_format_5
+from tests.payloads import pack
 from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
@@ -78,10 +80,13 @@ def read(ledger: Path, sql: str) -> list[Any]:
 
 def trajectories(ledger: Path) -> dict[str, tuple[str, int, str, str]]:
     sql = (
-        "SELECT trajectory_id, group_id, member, state, payload "
-        "FROM trajectories JOIN groups USING (group_id)"
+        "SELECT trajectory_id, group_id, member, state, prompt_tokens, turns "
+        "FROM trajectories JOIN groups USING (group_id) JOIN payloads USING (trajectory_id)"
     )
-    return {key: (*row, sha256(payload).hexdigest()) for key, *row, payload in read(ledger, sql)}
+    return {
+        key: (*row, sha256(prompt + turns).hexdigest())
+        for key, *row, prompt, turns in read(ledger, sql)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -190,37 +195,59 @@ def test_replay_is_bitwise_equal(history: History):
     all_gone(root)
 
 
-def with_another_token(payload: bytes) -> bytes:
-    """Flip the lowest bit of the last sampled token; remove the receipts that would tell."""
-    *others, last = [msgspec.structs.replace(s, turns=[]) for s in decode_segments(payload)]
-    tokens = np.frombuffer(last.tokens, "<i4").copy()
-    tokens[np.flatnonzero(np.frombuffer(last.loss_mask, np.uint8))[-1]] ^= 1
-    return encode_segments([*others, msgspec.structs.replace(last, tokens=tokens.tobytes())])
-
-
-def test_replay_finds_the_step_of_a_changed_trajectory(history: History, tmp_path: Path):
-    copy = RunPaths(tmp_path / "copy")
+def copied(history: History, folder: Path) -> RunPaths:
+    """Copy the configs and the ledger of the run."""
+    copy = RunPaths(folder)
     source = history.finished.paths
     copy.root.mkdir()
     shutil.copytree(source.configs, copy.configs)
     for file in source.root.glob("ledger.sqlite*"):
         shutil.copy(file, copy.root)
+    return copy
+
+
+def test_replay_of_a_run_of_an_earlier_version_is_bitwise_equal(history: History, tmp_path: Path):
+    copy = copied(history, tmp_path / "copy")
+    rewrite_as_format_5(copy.ledger)
+    report = audit(copy.ledger)
+    assert report.ok, report.table()
+    assert report.turns == audit(history.finished.paths.ledger).turns
+    done = replay(copy.root, cwd=history.finished.paths.root.parents[1])
+    assert done.returncode == 0, done.stderr
+    assert f"replayed {STEPS} steps: bitwise equal" in done.stdout
+
+
+def with_another_token(payload: Payload) -> Payload:
+    """Flip the lowest bit of the last sampled token; remove the digests that would tell."""
+    tree = TrajectoryTree.decode(payload)
+    turns = [
+        msgspec.structs.replace(turn, prompt_digest=b"", answer_digest=b"") for turn in tree.turns
+    ]
+    ids = np.frombuffer(turns[-1].ids, "<i4").copy()
+    ids[-1] ^= 1
+    turns[-1] = msgspec.structs.replace(turns[-1], ids=ids.tobytes())
+    return pack(tree.prompt, turns)
+
+
+def test_replay_finds_the_step_of_a_changed_trajectory(history: History, tmp_path: Path):
+    copy = copied(history, tmp_path / "copy")
     with closing(sqlite3.connect(copy.ledger)) as db, db:
         sql = (
-            "SELECT trajectory_id, header, payload FROM trajectories JOIN groups USING (group_id) "
+            "SELECT trajectory_id, header, prompt_tokens, turns FROM trajectories "
+            "JOIN groups USING (group_id) JOIN payloads USING (trajectory_id) "
             "WHERE step = 1 ORDER BY reward DESC LIMIT 1"
         )
-        key, header, payload = db.execute(sql).fetchone()
-        payload = whole_payload(db, payload)
+        key, header, prompt, turns = db.execute(sql).fetchone()
+        payload = Payload(prompt=prompt, turns=turns)
         changed = with_another_token(payload)
         assert changed != payload
-        # Update the checksum too, so that only the training step detects the change.
-        told = msgspec.structs.replace(decode_header(header), payload_sum=payload_sum(changed))
-        row = msgspec.msgpack.encode(told), changed, key
+        # Update the digest too, so that only the training step detects the change.
+        told = msgspec.structs.replace(decode_header(header), digest=changed.digest)
+        row = msgspec.msgpack.encode(told), changed.turns, key
         db.execute(
             "UPDATE trajectories SET (header, payload) = (?, ?) WHERE trajectory_id = ?", row
         )
-    done = replay(copy.root, "--to", "2", cwd=source.root.parents[1])
+    done = replay(copy.root, "--to", "2", cwd=history.finished.paths.root.parents[1])
     assert done.returncode == 1, done.stdout
     assert "step 2 is the first that differs" in done.stderr
     assert "Possible causes" in done.stderr

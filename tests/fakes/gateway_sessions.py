@@ -11,8 +11,8 @@ from typing import Any
 from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import LLMRequest, SamplingConfig
-from arealite.api.payloads import decode_segments
 from arealite.api.trajectory import Segment
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import TrialConfig
 from arealite.ext.gateway.config import GatewayConfig
 from arealite.ext.gateway.gateway import Gateway

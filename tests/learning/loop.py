@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.payloads import encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, TrainerReady
 from arealite.api.trajectory import Segment, TrajectoryHeader
@@ -31,6 +31,7 @@ from arealite.ext.embedded.weight_loading import load_model
 from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.rank_group import World
+from tests.payloads import encode_segments
 
 MAX_NEW_TOKENS, STOP = 8, 1
 SETTINGS = [
@@ -108,9 +109,9 @@ class Task:
     def start(self, step: int) -> TrainerReady:
         return TrainerReady(step=step, rolled_back_groups=0)
 
-    def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]]:
+    def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[Payload]]:
         groups, size = self.ppo.num_groups, self.ppo.collector.group_size
-        played: list[tuple[TrajectoryHeader, bytes]] = []
+        played: list[tuple[TrajectoryHeader, Payload]] = []
         seen: list[float] = []
         while len(played) < groups * size:
             rows, self.rows = self.rows[:groups], self.rows[groups:]
@@ -147,7 +148,7 @@ class Task:
 
 def episode(
     sampler: Sampler, row: dict[str, str], answer: Generation, *, member: int
-) -> tuple[TrajectoryHeader, bytes]:
+) -> tuple[TrajectoryHeader, Payload]:
     """Score an answer and encode it as a worker does."""
     reward = float(sampler.text(answer).strip() == row["ground_truth"])
     shown, sampled = len(answer.prompt), len(answer.output)

@@ -8,10 +8,10 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from arealite.api.rollout_messages import Ack, Episode, Result
 from arealite.api.trainer_messages import Batch
+from arealite.api.turns import digest
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
 from arealite.system.links import wire
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 400
 """Length from which a queue of episodes or statements counts as unbounded."""
-SIGN_OF_LIFE = wire.encode(Ack(checksum=0))
+SIGN_OF_LIFE = wire.encode(Ack(digest=b""))
 
 
 class Checks:
@@ -34,8 +34,8 @@ class Checks:
         self.sim = sim
         self.checked = 0
         self.first: str | None = None
-        self.results: dict[int, list[Episode]] = {}
-        """By result id: episodes that workers sent."""
+        self.results: dict[bytes, list[Episode]] = {}
+        """By digest of the message: episodes that workers sent."""
         self.acknowledged: dict[str, Episode] = {}
         """By trajectory id: acknowledged episodes."""
         self.late_results: set[tuple[str, int]] = set()
@@ -68,11 +68,11 @@ class Checks:
         if name.startswith("rollout") and b"Result" in frames[0][:16]:
             result = wire.decode_to_datapipe(frames[0])
             assert isinstance(result, Result)
-            self.results[crc32(frames[0])] = result.episodes
+            self.results[digest(frames[0])] = result.episodes
         elif name == "datapipe" and b"Ack" in frames[1][:12] and frames[1] != SIGN_OF_LIFE:
             ack = wire.decode_to_worker(frames[1])
             assert isinstance(ack, Ack)
-            for episode in self.results.get(ack.checksum, []):
+            for episode in self.results.get(ack.digest, []):
                 for header in episode.headers:
                     self.acknowledged[header.trajectory_id] = episode
         if name.startswith("rollout"):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode
 from arealite.system.links.worker_link import WorkerLink
 from tests.simulation.simulation import Simulation, active, simulate
@@ -18,8 +19,13 @@ SHARE = 0.03
 CALM: dict[str, Any] = {"faults_per_s": 0.0, "loss": 0.0, "duplicates": 0.0, "max_attempts": 9}
 
 
-def flipped(frame: bytes, at: int) -> bytes:
-    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
+def flipped(payload: Payload, at: int) -> Payload:
+    """Flip a bit of the prompt or of the turns."""
+    content = bytearray(payload.prompt + payload.turns)
+    content[at] ^= 1
+    changed = bytes(content)
+    end = len(payload.prompt)
+    return Payload(prompt=changed[:end], turns=changed[end:])
 
 
 class Garbler:
@@ -29,7 +35,7 @@ class Garbler:
         self.random, self.garbled, self.rejected = random.Random(7), 0, 0
         submit, final = WorkerLink.submit, Simulation.note
 
-        def garbling(link: WorkerLink, episode: Episode, payloads: list[bytes]) -> None:
+        def garbling(link: WorkerLink, episode: Episode, payloads: list[Payload]) -> None:
             if episode.headers and self.random.random() < SHARE:
                 episode, payloads = self.garble(episode, payloads)
                 self.garbled += 1
@@ -45,7 +51,7 @@ class Garbler:
         patch.setattr(WorkerLink, "submit", garbling)
         patch.setattr(Simulation, "note", noting)
 
-    def garble(self, episode: Episode, payloads: list[bytes]) -> tuple[Episode, list[bytes]]:
+    def garble(self, episode: Episode, payloads: list[Payload]) -> tuple[Episode, list[Payload]]:
         (header, *rest), (payload, *others) = episode.headers, payloads
         wrong = {
             "reward": header.reward + 1e6,
@@ -59,9 +65,10 @@ class Garbler:
         if kind in wrong:
             header = msgspec.structs.replace(header, **{kind: wrong[kind]})
         elif kind == "flip":
-            payload = flipped(payload, self.random.randrange(len(payload)))
+            payload = flipped(payload, self.random.randrange(payload.size))
         else:
-            payload = payload[:-5] if kind == "cut" else b""
+            turns = payload.turns[:-5] if kind == "cut" else b""
+            payload = Payload(prompt=payload.prompt, turns=turns)
         episode = msgspec.structs.replace(episode, headers=[header, *rest])
         return episode, [payload, *others]
 

@@ -12,9 +12,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
 from arealite.api.trainer_messages import Batch, Finish, Published, StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trajectory_tree import decode_segments
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
 from tests.simulation.players import MARK, logprob
@@ -273,7 +274,7 @@ class Rank:
 
     # ------------------------------------------------------------ checks of received batches
 
-    def check(self, batch: Batch, payloads: list[bytes]) -> None:
+    def check(self, batch: Batch, payloads: list[Payload]) -> None:
         """Check a shard against the guarantees of every batch."""
         expect = self.sim.expect
         owned = [i for i, owner in enumerate(batch.ranks) if owner == self.rank]
@@ -284,7 +285,7 @@ class Rank:
         for index, payload in zip(batch.mine, payloads, strict=True):
             self.check_payload(batch.step, batch.headers[index], payload)
 
-    def check_payload(self, step: int, header: TrajectoryHeader, payload: bytes) -> None:
+    def check_payload(self, step: int, header: TrajectoryHeader, payload: Payload) -> None:
         """Check that a payload matches its header, is of one attempt, and young enough."""
         expect, name = self.sim.expect, header.trajectory_id
         segments = decode_segments(payload)

@@ -16,12 +16,13 @@ import zmq
 
 from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.payloads import encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Checkpointed
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.system.links.worker_link import WorkerLink
+from tests.payloads import encode_segments
 from tests.waiting import settle
 
 
@@ -104,7 +105,7 @@ def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
     )
 
 
-def payload(header: TrajectoryHeader) -> bytes:
+def payload(header: TrajectoryHeader) -> Payload:
     """Return a payload that matches its header.
 
     The prompt identifies the group, and the sampled tokens identify the trajectory.

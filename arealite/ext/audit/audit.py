@@ -17,16 +17,17 @@ from pathlib import Path
 import msgspec
 
 from arealite.api.hooks import OnRow
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit_queries import CHECKS, CLOSED, ENDS, ROWS, UNUSABLE
 from arealite.ext.audit.audit_report import IN_STATE, AuditReport, LedgerBalance
 from arealite.system.ledger import schema
-from arealite.system.ledger.ledger import columns, connect, decode_header
-from arealite.system.ledger.payload_checks import find_mismatch, whole_payload
+from arealite.system.ledger.ledger import columns, connect, decode_header, read_any_format
+from arealite.system.ledger.payload_checks import decode_checked
 
 SHOWN = 5
 """Maximum number of ids in one line of the report."""
@@ -101,6 +102,7 @@ def audit(
         with closing(connect(path, read_only=True)) as db:
             # A tampered row may not be UTF-8.
             db.text_factory = partial(str, encoding="utf-8", errors="replace")
+            read_any_format(db)
             db.execute("BEGIN")  # one snapshot for all queries
             return Audit(db, new_only).run(
                 Guarantees.of(paths),
@@ -122,7 +124,6 @@ class Audit:
         self.is_whole = not new_only
         self.mark = Mark()
         meta = dict(db.execute("SELECT key, value FROM meta"))
-        self.has_sums = meta.get("schema", "") >= "4"
         if new_only:
             with suppress(msgspec.MsgspecError):  # none yet
                 self.mark = msgspec.json.decode(meta.get("audited", ""), type=Mark)
@@ -149,19 +150,8 @@ class Audit:
         for table, is_newer in newer.items():
             condition = is_newer if mark.row else "true"
             self.db.execute(
-                f"CREATE TEMP VIEW {table} AS "
-                f"SELECT *{self._missing_columns(table)} FROM main.{table} WHERE {condition}"
+                f"CREATE TEMP VIEW {table} AS SELECT * FROM main.{table} WHERE {condition}"
             )
-        if not self.has_sums:
-            self.db.execute("CREATE TEMP TABLE heads (name, rows, sum)")
-
-    def _missing_columns(self, table: str) -> str:
-        """Return SQL for the columns that a table of an older AReaLite lacks."""
-        if self.has_sums:
-            return ""
-        if table == "trajectories":
-            return ", NULL AS sum, NULL AS payload_sum, rowid AS n"
-        return ", NULL AS sum"
 
     def run(
         self,
@@ -209,8 +199,6 @@ class Audit:
         counts[f"{table} {label}"] += 1
         if table == "groups" and label == "filtered":
             counts[f"reason {row['reason']}"] += 1
-        if not self.has_sums:
-            return
         row_sum = row["row_sum"]
         counts[f"sum {table}"] += row_sum or 0
         covered = [row[name] for name in COVERED_NAMES[table]]
@@ -237,22 +225,21 @@ class Audit:
         """
         if columns(header) != tuple(row[name] for name in HEADER_COLUMNS):
             return "trajectories whose columns differ from their header"
-        stored = row["payload"]
-        if stored is None:
+        turns = row["turns"]
+        if turns is None:
             is_dropped = row["is_final"] and (row["step"] or 0) < self.dropped
             return "" if is_dropped else "payloads missing without a drop"
-        if not isinstance(stored, bytes):
-            return "payloads differ from their checksum"
-        if self.has_sums:
-            payload_checksum = schema.checksum(str(row["trajectory_id"]), payload=stored)
-            if payload_checksum != row["payload_sum"]:
-                return "payloads differ from their checksum"
+        prompt = row["prompt_tokens"]
+        if not (isinstance(turns, bytes) and isinstance(prompt, bytes)):
+            return "payloads that are no bytes"
+        payload = Payload(prompt=prompt, turns=turns)
         if row["is_unusable"]:
-            return ""
-        payload = whole_payload(self.db, stored)
-        if mismatch := find_mismatch(header, payload):
+            is_changed = not turns or header.digest not in (b"", payload.digest)
+            return "payloads differ from their digest" if is_changed else ""
+        tree, mismatch = decode_checked(header, payload)
+        if mismatch:
             return f"payloads differ from their header ({mismatch})"
-        self._count_turns(payload, self._counts_of(row))
+        self._count_turns(tree, self._counts_of(row))
         return ""
 
     def _count_trajectory(self, row: sqlite3.Row, header: TrajectoryHeader) -> None:
@@ -270,16 +257,17 @@ class Audit:
         counts["staleness"] = max(counts["staleness"], step - header.oldest_version)
 
     @staticmethod
-    def _count_turns(payload: bytes, counts: Counter[str]) -> None:
-        """Count the turns of a payload, the origin of their prompts' tokens, and branches."""
-        for segment in decode_segments(payload):
-            for turn in segment.turns:
-                counts["turns"] += 1
-                counts["reused"] += turn.reused
-                counts["new"] += turn.start - turn.reused
-                counts["sampled"] += turn.length
-                if turn.reason not in ("", "first"):
-                    counts[f"branch {turn.reason}"] += 1
+    def _count_turns(tree: TrajectoryTree, counts: Counter[str]) -> None:
+        """Count the certified turns, the origin of their prompts' tokens, and branches."""
+        for start, turn in zip(tree.starts, tree.turns, strict=True):
+            if not turn.prompt_digest:
+                continue
+            counts["turns"] += 1
+            counts["reused"] += turn.reused
+            counts["new"] += start - turn.reused
+            counts["sampled"] += len(turn.ids) // 4
+            if turn.reason not in ("", "first"):
+                counts[f"branch {turn.reason}"] += 1
 
     def _check_rules(self, guarantees: Guarantees) -> None:
         """Run the queries of `CHECKS`, and note the ids that they return."""
@@ -393,8 +381,6 @@ class Audit:
     def _notes(self) -> Iterator[str]:
         if self.dropped:
             yield f"payloads of steps 1 to {self.dropped} were dropped (datapipe.keep_payloads)"
-        if not self.has_sums:
-            yield "no checksums: an older AReaLite wrote this ledger; payloads match their headers"
         query = f"SELECT group_id, substr(reason, 10) FROM main.groups WHERE {UNUSABLE}"
         names = [f"{group_id} ({reason})" for group_id, reason in self.db.execute(query)]
         if names:

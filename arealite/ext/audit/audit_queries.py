@@ -86,8 +86,10 @@ ROWS = {
         FROM failures f LEFT JOIN groups g USING (group_id)""",
     "trajectories": f"""
         SELECT IFNULL(state, '') IN {CLOSED} AS is_final, IFNULL(state, '') AS label,
-          t.sum AS row_sum, {{columns}}, step, n, {UNUSABLE} AS is_unusable, payload_sum, payload
-        FROM trajectories t LEFT JOIN groups g USING (group_id)""",
+          t.sum AS row_sum, {{columns}}, step, n, {UNUSABLE} AS is_unusable, prompt_tokens,
+          turns
+        FROM trajectories t LEFT JOIN groups g USING (group_id)
+          LEFT JOIN payloads USING (trajectory_id)""",
 }
 """By table: a query of its rows.
 

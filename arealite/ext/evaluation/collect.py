@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.payloads import decode_segments
 from arealite.api.sampling import CollectConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
 from arealite.base.registry import unknown
@@ -159,7 +159,7 @@ def columns(segment: Segment, decode: Callable[..., object]) -> FileRow:
     versions = np.frombuffer(segment.versions, "<i4")
     return {
         "text": str(decode(sampled_tokens, skip_special_tokens=True)),
-        "next_state": segment.next_state or None,
+        "next_state": segment.turns[-1].node.next_state or None,
         "tokens": tokens.tolist(),
         "loss_mask": mask.tolist(),
         "logprobs": logprobs.tolist(),

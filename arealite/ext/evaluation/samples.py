@@ -10,17 +10,19 @@ from pathlib import Path
 
 import msgspec
 
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.errors import UserError
 from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.schema import SCHEMA_VERSION
 
 SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 SHOWN = 80
 """Maximum length of a value in an error, in characters."""
 encode = msgspec.msgpack.encode
 headers_of = msgspec.msgpack.Decoder(list[TrajectoryHeader]).decode
-payloads_of = msgspec.msgpack.Decoder(list[bytes]).decode
+payloads_of = msgspec.msgpack.Decoder(list[Payload]).decode
 
 
 class Samples:
@@ -41,6 +43,12 @@ class Samples:
         """
         meta_rows = self._db.execute("SELECT key, value FROM meta")
         stored = dict(meta_rows.fetchall())
+        identity = {"format": SCHEMA_VERSION, **identity}
+        if stored and "format" not in stored:
+            raise UserError(
+                f"{self.file.parent} was started with an older version of AReaLite. "
+                "Choose another name=…"
+            )
         for key, now in identity.items():
             before = stored.get(key, now)
             if before == now:
@@ -62,7 +70,7 @@ class Samples:
         self,
         task: int,
         episode: Episode,
-        payloads: list[bytes],
+        payloads: list[Payload],
     ) -> None:
         """Store a finished episode; return when it is durable."""
         row = (
@@ -98,7 +106,7 @@ class Samples:
         for task, member, headers in self._db.execute(sql):
             yield task, member, headers_of(headers)
 
-    def payloads(self, task: int, member: int) -> list[bytes]:
+    def payloads(self, task: int, member: int) -> list[Payload]:
         """Return the payloads of a sample, one for each header."""
         sql = "SELECT payloads FROM samples WHERE task = ? AND member = ?"
         sample_rows = self._db.execute(sql, (task, member))

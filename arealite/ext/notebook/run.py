@@ -11,7 +11,8 @@ from typing import Any
 from msgspec.structs import asdict
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
+from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
@@ -21,8 +22,7 @@ from arealite.ext.view.report import model_folders, write_report
 from arealite.ext.view.report_run import by_step
 from arealite.ext.view.snapshot import MetricsReader, RunReader
 from arealite.impl.logger.metrics_file import MetricsLine
-from arealite.system.ledger.ledger import decode_header, open_read_only
-from arealite.system.ledger.payload_checks import whole_payload
+from arealite.system.ledger.ledger import decode_header, open_read_only, read_any_format
 
 SHOWN = {
     "reward": "reward/mean",
@@ -37,10 +37,11 @@ STATES = {"exit code 0": "finished", "exit code 130": "stopped"}
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
 """Exit codes of a run that was stopped."""
 SELECT = """
-SELECT g.step + 1, state, header, payload
-FROM groups g JOIN trajectories USING (group_id) WHERE ? IS NULL OR g.step + 1 = ?
+SELECT g.step + 1, state, header, prompt_tokens, turns
+FROM groups g JOIN trajectories USING (group_id) JOIN payloads USING (trajectory_id)
+WHERE ? IS NULL OR g.step + 1 = ?
 ORDER BY g.step IS NULL, g.step DESC, seq, member, seat LIMIT ?"""
-HIDDEN = ("payload_sum", "segment_lengths", "waits")
+HIDDEN = ("digest", "segment_lengths", "waits")
 """Fields of headers that are no columns of `Run.trajectories`."""
 
 
@@ -51,8 +52,8 @@ class _Trajectory:
     step: int | None
     state: str
     header: bytes
-    payload: bytes
-    """b"" if the payload was dropped."""
+    payload: Payload | None
+    """None if it was dropped."""
 
 
 class Facts(dict[str, Any]):
@@ -177,14 +178,17 @@ class Run:
             UserError: The run has no ledger: no step is sampled yet, or it is sft, dpo or reward.
         """
         with open_read_only(self.paths.ledger) as db:
+            read_any_format(db)
             trajectories = [
                 _Trajectory(
                     step=trained_step,
                     state=state,
                     header=header,
-                    payload=whole_payload(db, payload or b""),
+                    payload=None if turns is None else Payload(prompt=prompt, turns=turns),
                 )
-                for trained_step, state, header, payload in db.execute(SELECT, (step, step, most))
+                for trained_step, state, header, prompt, turns in db.execute(
+                    SELECT, (step, step, most)
+                )
             ]
         folder = next(filter(Path.is_dir, model_folders(self.paths)), None)
         tokenizer: Any = load_tokenizer(str(folder)) if folder else None
@@ -224,7 +228,7 @@ class Run:
 
 def _segment_rows(trajectory: _Trajectory, decode: Any) -> Iterator[dict[str, Any]]:
     """Yield a row for each segment of a trajectory; none if its payload was dropped."""
-    if not trajectory.payload:
+    if trajectory.payload is None:
         return
     header = asdict(decode_header(trajectory.header))
     reward_parts = header.pop("reward_parts")

@@ -9,7 +9,8 @@ from pathlib import Path
 from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.offline import CheckedRows
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
+from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.trial_files import RunPaths
@@ -17,8 +18,7 @@ from arealite.ext.offline.examples import Example, RowEncoder
 from arealite.system.data.dataset import EMPTY, identity
 from arealite.system.data.forms import chat_row, renamed
 from arealite.system.data.sources import PlacedRow, is_saved, parquet_columns, read_rows
-from arealite.system.ledger.ledger import open_read_only
-from arealite.system.ledger.payload_checks import whole_payload
+from arealite.system.ledger.ledger import open_read_only, read_any_format
 
 COLUMNS = (
     "messages",
@@ -102,13 +102,14 @@ def _reward(row: PlacedRow, *, default: float) -> float:
 def _collected(ledger: Path) -> list[PlacedRow]:
     """Return one row for each segment of the trajectories in a ledger."""
     with open_read_only(ledger) as db:
+        read_any_format(db)
         query = (
-            "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
-            "ORDER BY rowid"
+            "SELECT trajectory_id, reward, prompt_tokens, turns FROM trajectories "
+            "JOIN payloads USING (trajectory_id) WHERE turns NOTNULL ORDER BY n"
         )
         rows: list[PlacedRow] = []
-        for trajectory_id, reward, payload in db.execute(query):
-            for segment in decode_segments(whole_payload(db, payload)):
+        for trajectory_id, reward, prompt, turns in db.execute(query):
+            for segment in decode_segments(Payload(prompt=prompt, turns=turns)):
                 columns: dict[str, object] = {
                     "tokens": segment.tokens,
                     "loss_mask": segment.loss_mask,

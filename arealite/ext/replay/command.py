@@ -25,7 +25,7 @@ from arealite.cli.options import run_parser
 from arealite.cli.resume import step_of
 from arealite.cli.texts import TEXTS
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.ledger.ledger import meta_number, open_read_only
+from arealite.system.ledger.ledger import meta_number, open_read_only, read_any_format
 
 PROGRESS_S = 5.0
 
@@ -73,10 +73,11 @@ def segments(paths: RunPaths, to: int | None) -> list[StepRange]:
     """Divide the run's steps into segments of equal ranks and config.
 
     Raises:
-        UserError: There is no step to replay, a payload or a fingerprint is missing, or the model
-            is missing.
+        UserError: There is no step to replay, a payload, a fingerprint or the model is missing, or
+            the ledger's format cannot be read.
     """
     with open_read_only(paths.ledger) as db:
+        read_any_format(db)
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
         dropped = meta_number(db, "dropped")
     rows = rows[:to]

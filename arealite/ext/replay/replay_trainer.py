@@ -15,6 +15,7 @@ import msgspec
 
 from arealite.algo.partition import batch_for_rank
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.payloads import Payload
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
 from arealite.api.trajectory import TrajectoryHeader
@@ -49,7 +50,7 @@ class LedgerLink:
         """Ignore the request: a replay rolls nothing back."""
         return TrainerReady(step=step, rolled_back_groups=0)
 
-    def next_batch(self, step: int, **_: object) -> tuple[Batch, list[bytes]] | None:
+    def next_batch(self, step: int, **_: object) -> tuple[Batch, list[Payload]] | None:
         """Return this rank's shard of the batch that the run trained as `step`."""
         if step >= self.stop:
             return None

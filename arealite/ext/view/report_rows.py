@@ -15,8 +15,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import Payload
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trajectory_tree import decode_segments
 from arealite.base.trial_files import RunPaths
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
@@ -48,6 +49,8 @@ FIELDS = {
     "rewards": "<f4",
 }
 """A segment's arrays."""
+DROPPED = Payload(prompt=b"", turns=b"")
+"""Stands for a payload that is no longer in the ledger."""
 TOKEN = np.dtype(
     [
         ("mask", "u1"),
@@ -180,7 +183,7 @@ class Chunks:
         token_ids = list[np.ndarray]()
         token_records = list[np.ndarray]()
         turns_of_rows = list[SegmentTurns]()
-        payloads = read_payloads(self._ledger, ids, dropped=b"")
+        payloads = read_payloads(self._ledger, ids, dropped=DROPPED)
         for row, payload in zip(rows, payloads, strict=True):
             arrays, turns = self._arrays(row.header, payload)
             token_ids.append(arrays["tokens"])
@@ -197,7 +200,7 @@ class Chunks:
         )
 
     def _arrays(
-        self, header: TrajectoryHeader, payload: bytes
+        self, header: TrajectoryHeader, payload: Payload
     ) -> tuple[dict[str, np.ndarray], SegmentTurns]:
         """Return FIELDS over all segments, and the turns.
 
@@ -208,7 +211,7 @@ class Chunks:
             arrays = {name: _concatenate(segments, name) for name in FIELDS}
             if _fits_header(arrays, header):
                 return arrays, [_turns(segment) for segment in segments]
-        if payload:  # else it was dropped
+        if payload is not DROPPED:  # else it was dropped
             self.unreadable += 1
         blank = dict[str, np.ndarray]()
         for name, dtype in FIELDS.items():
@@ -255,7 +258,7 @@ def _concatenate(segments: Sequence[Segment], name: str) -> np.ndarray:
 
 def _turns(segment: Segment) -> list[tuple[int, int, str]]:
     """Return start, number of reused tokens and reason of each turn of a segment."""
-    return [(turn.start, turn.reused, turn.reason) for turn in segment.turns]
+    return [(turn.start, turn.node.reused, turn.node.reason) for turn in segment.turns]
 
 
 def _fits_header(arrays: dict[str, np.ndarray], header: TrajectoryHeader) -> bool:

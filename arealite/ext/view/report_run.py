@@ -101,9 +101,7 @@ def roles(steps: Sequence[MetricsLine]) -> dict[str, dict[str, float]]:
                 total[name] += number
     whole = total["time/step_s"]
     groups_wait = total["datapipe/groups_wait_s"]
-    # Version 0.1.0 named the wait for slow episodes "pace".
     slow_wait = total["datapipe/slow_episodes_wait_s"]
-    slow_wait += total["datapipe/pace_wait_s"]
     weights_wait = total["publish/stall_s"]
     return {
         "trainer": _trainer_seconds(total),

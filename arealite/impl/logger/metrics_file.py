@@ -31,11 +31,8 @@ class MetricsFile:
 
     def add(self, line: MetricsLine) -> None:
         """Note a line of the file."""
-        if not is_step(line):
-            return
-        if line["step"] == self.steps:  # written by 0.1.0, which counted from 0
-            line["step"] += 1
-        self.steps = int(line["step"])
+        if is_step(line):
+            self.steps = int(line["step"])
 
     def poll(self) -> list[MetricsLine]:
         """Read the lines written since the last call; return those never read before."""

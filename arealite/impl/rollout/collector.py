@@ -8,7 +8,6 @@ import asyncio
 import math
 import sys
 import time
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -20,19 +19,18 @@ from arealite.api.env import Env
 from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient
-from arealite.api.payloads import encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
-from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt
-from arealite.api.turns import Turn, blake2b
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
 from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.failures import FATAL, PLACE, make_failure, root_error
 from arealite.impl.rollout.resumed_turns import recorded_turns, unsent_turns
+from arealite.impl.rollout.tree_maker import make_tree
 from arealite.system.health.waits import Wait, is_cancelled
-from arealite.system.ledger.payload_checks import payload_sum
 
 if TYPE_CHECKING:
     from arealite.api.tokenizer import Tokenizer
@@ -47,11 +45,10 @@ Agents = dict[str, Agent]
 """By seat."""
 EpisodeKey = tuple[str, int]
 """(lease id, member)."""
-EncodedTrajectory = tuple[TrajectoryHeader, bytes]
+EncodedTrajectory = tuple[TrajectoryHeader, Payload]
 """Header and payload of a trajectory."""
-EncodedEpisode = tuple[Episode, list[bytes]]
+EncodedEpisode = tuple[Episode, list[Payload]]
 """An episode, and the payloads of its trajectories."""
-TurnWithReceipt = tuple[Turn, TurnReceipt]
 
 
 class NothingGenerated(EpisodeError, failure_class="nothing_generated"):
@@ -298,8 +295,8 @@ def make_trajectory(
     reward = math.fsum([turn.reward for turn in turns])
     if not math.isfinite(reward):
         raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
-    segments = make_segments(turns)
-    payload = encode_segments(segments)
+    tree = make_tree(turns)
+    payload = tree.encode()
     seconds_of_agent = record.seconds_generating + record.seconds_scoring
     header = TrajectoryHeader(
         trajectory_id=f"{lease.group_id}/{member}/{seat}",
@@ -309,7 +306,7 @@ def make_trajectory(
         task_id=lease.task.task_id,
         reward=None if record.is_unscored else reward,
         reward_parts=record.reward_parts,
-        segment_lengths=[len(segment.loss_mask) for segment in segments],
+        segment_lengths=tree.segment_lengths,
         trained_tokens=len(versions),
         oldest_version=min(versions),
         newest_version=max(versions),
@@ -323,88 +320,9 @@ def make_trajectory(
             "environment": max(0.0, seconds - seconds_of_agent),
         },
         source=lease.task.source,
-        payload_sum=payload_sum(payload),
+        digest=payload.digest,
         prompt=turns[0].prompt,
         prompt_tokens=turns[0].start,
         computed_tokens=sum([turn.end - turn.num_known_tokens for turn in turns]),
     )
     return header, payload
-
-
-def make_segments(turns: Sequence[Turn]) -> list[Segment]:
-    """Merge turns into segments, with exactly the tokens that were sent and sampled.
-
-    A turn extends the segment that ends with its parent: the longest turn whose prompt and output
-    its prompt begins with, at the same temperature. Any other turn begins a segment, in which
-    earlier tokens are not trained again. The segments are in the order of their last turns.
-    """
-    segment_turns: dict[Turn, list[TurnWithReceipt]] = {}  # by the last turn of each segment
-    kept = {*turns}
-    for turn in turns:
-        parent = turn.parent
-        while parent is not None and parent not in kept:  # its answer was dropped
-            parent = parent.parent
-        extended = segment_turns.pop(parent, []) if parent else []
-        branch_reason = "" if extended else _branch_reason(turn, is_first=turn is turns[0])
-        receipt = _receipt(turn, parent, branch_reason)
-        extended.append((turn, receipt))
-        segment_turns[turn] = extended
-    return [_segment(extended) for extended in segment_turns.values()]
-
-
-def _branch_reason(turn: Turn, *, is_first: bool) -> str:
-    """Return why a turn begins a segment: the agent's reason, or the one its parent shows."""
-    if turn.origin is not None and turn.origin.reason:
-        return turn.origin.reason
-    if is_first:
-        return "first"
-    return "forked" if turn.num_known_tokens else "rewritten"
-
-
-def _receipt(turn: Turn, parent: Turn | None, reason: str) -> TurnReceipt:
-    """Return the receipt of a turn whose nearest kept ancestor is `parent`."""
-    if turn.origin is not None:
-        reused = min(turn.origin.reused, turn.start)
-    elif parent is not None:
-        reused = parent.end
-    else:
-        reused = 0
-    sampled_bytes = b"".join(turn.sampled)
-    return TurnReceipt(
-        start=turn.start,
-        length=turn.end - turn.start,
-        reused=reused,
-        reason=reason,
-        prompt=turn.prompt,
-        answer=blake2b(sampled_bytes).digest(),
-    )
-
-
-def _segment(turns: list[TurnWithReceipt]) -> Segment:
-    """Return the segment of turns that extend each other; the last turn has the tokens of all."""
-    last, _ = turns[-1]
-    mask_parts: list[bytes] = []  # list[bytes]() takes 0.3 µs more
-    logprob_parts: list[bytes] = []
-    version_parts: list[bytes] = []
-    rewards_T = array("f", bytes(4 * last.end))
-    end = 0  # tokens of the turns so far
-    for turn, _ in turns:
-        _, sampled_logprobs, sampled_versions = turn.sampled
-        num_observed = turn.start - end
-        end = turn.end
-        mask_parts += bytes(num_observed), b"\x01" * (end - turn.start)
-        logprob_parts += bytes(4 * num_observed), sampled_logprobs
-        version_parts += b"\xff" * (4 * num_observed), sampled_versions
-        rewards_T[end - 1] += turn.reward
-    last_ids, _, _ = last.sampled
-    return Segment(
-        tokens=last.raw_prompt + last_ids,
-        loss_mask=b"".join(mask_parts),
-        logprobs=b"".join(logprob_parts),
-        versions=b"".join(version_parts),
-        rewards=rewards_T.tobytes(),
-        temperature=last.temperature,
-        next_state=last.next_state,
-        turns=[receipt for _, receipt in turns],
-        routing=last.routing,
-    )

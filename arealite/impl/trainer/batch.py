@@ -16,9 +16,11 @@ import numpy as np
 from arealite.algo.reduction import token_weights
 from arealite.api import trainer_messages as messages
 from arealite.api.engine import Sequence
+from arealite.api.payloads import Payload
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.rank_group import World
@@ -203,7 +205,7 @@ class TrainBatch:
 
 def make_rows(
     batch: Batch,
-    payloads: list[bytes],
+    payloads: list[Payload],
     config: PPOConfig,
     *,
     world: World,
@@ -236,7 +238,7 @@ def make_rows(
 
 def make_train_batch(
     batch: Batch,
-    payloads: Seq[bytes],
+    payloads: Seq[Payload],
     config: PPOConfig,
     *,
     rank: int,
@@ -255,10 +257,10 @@ def make_train_batch(
             f"for trajectories {batch.mine}, but it owns {owned}"
         )
     mismatches = dict[str, str]()
-    segments_of = dict[int, list[Segment]]()
+    tree_of = dict[int, TrajectoryTree]()
     for index, payload in zip(batch.mine, payloads, strict=True):
         header = batch.headers[index]
-        segments_of[index], mismatch = decode_checked(header, payload)
+        tree_of[index], mismatch = decode_checked(header, payload)
         if mismatch:
             mismatches[header.group_id] = mismatch
     if mismatches:
@@ -267,11 +269,11 @@ def make_train_batch(
         )
     weights = _token_weights(batch, config)
     train_batch = TrainBatch(plan=batch, local=[], world_size=world_size)
-    for index in sorted(segments_of):
+    for index in sorted(tree_of):
         trajectory = _make_trajectory(
             batch,
             index,
-            segments_of[index],
+            tree_of[index].segments(),
             config,
             weight=weights[index],
         )

@@ -13,6 +13,7 @@ from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api import trainer_messages as messages
 from arealite.api.engine import Stats
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.payloads import Payload
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log
@@ -34,7 +35,7 @@ SLICE_S = 1.0
 """Seconds between two checks by all waiting ranks whether a server needs weights."""
 RECORDED = {"logprobs": "prox_logprobs", "entropy": "entropy"}
 """Outputs of the policy before the first update: {output: field of the rows}."""
-FetchedBatch = tuple[Batch, list[bytes]] | None
+FetchedBatch = tuple[Batch, list[Payload]] | None
 T = TypeVar("T")
 
 

@@ -19,7 +19,7 @@ import zmq
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.hooks import DatapipeControl, DatapipeControlMaker
-from arealite.api.payloads import drop_repeated_prompts
+from arealite.api.payloads import to_frames
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import BatchRequest
@@ -294,4 +294,5 @@ class Datapipe:
         batch = self.machine.requests.shard(request)
         trajectory_ids = [batch.headers[index].trajectory_id for index in batch.mine]
         payloads = await asyncio.to_thread(read_payloads, self.ledger.path, trajectory_ids)
-        self._send(route, batch, drop_repeated_prompts(payloads))
+        prompts, frames = to_frames(payloads)
+        self._send(route, msgspec.structs.replace(batch, prompts=prompts), frames)

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.algo import staleness
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
 from arealite.api.task_sampler import TaskSampler
@@ -205,7 +206,7 @@ class GroupStore:
             member_turns[turn.seat, turn.index] = turn
             self.ledger.add_turn(group.group_id, turn, payload)
 
-    def add_episode(self, episode: Episode, payloads: Sequence[bytes]) -> None:
+    def add_episode(self, episode: Episode, payloads: Sequence[Payload]) -> None:
         """Store a finished or failed episode with one payload for each of its headers.
 
         The first finished episode of a member is used, whichever lease it is from.
@@ -237,7 +238,7 @@ class GroupStore:
         self,
         group: Group,
         episode: Episode,
-        payloads: Sequence[bytes],
+        payloads: Sequence[Payload],
     ) -> None:
         """Store the trajectories of a finished episode."""
         self.failed_window.append(False)

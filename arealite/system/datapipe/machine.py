@@ -9,12 +9,11 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.payloads import restore_prompts
 from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
 from arealite.api.trainer_messages import Checkpointed, Finish, FromTrainer, Refused
+from arealite.api.turns import digest
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe.effects import (
@@ -192,7 +191,7 @@ class Machine:
         self.requests.rejections.record(route.hex(), str(error))
         if any(worker.route == route for worker in self.workers.by_id.values()):
             first_frame = frames[1] if len(frames) > 1 else b""
-            self.outbox.send(route, Ack(checksum=crc32(first_frame)))
+            self.outbox.send(route, Ack(digest=digest(first_frame)))
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
         ended, to_resend = self.workers.update(route, state)
@@ -207,7 +206,7 @@ class Machine:
             self.outbox.perform(SendLease(worker=worker, active=active))
         if self.requests.finish is not None:
             self.outbox.send(route, Drain(reason=self.requests.finish.reason))
-        self.outbox.send(route, Ack(checksum=0))
+        self.outbox.send(route, Ack(digest=b""))
 
     def _take_result(
         self,
@@ -217,11 +216,11 @@ class Machine:
     ) -> None:
         if self.error is not None:
             return  # never acknowledged, so the worker keeps it
-        self.intake.take(result, restore_prompts(frames[2:]), message_error)
+        self.intake.take(result, frames[2:], message_error)
         self._last_result = time.monotonic()
         self.requests.changed = True
         # An invalid result is acknowledged too: otherwise its worker would resend it forever.
-        acknowledgement = Ack(checksum=crc32(frames[1]))
+        acknowledgement = Ack(digest=digest(frames[1]))
         self.outbox.after_commit(Send(route=frames[0], message=acknowledgement))
         failure_report = too_many_failures(
             self.store.failed_window,

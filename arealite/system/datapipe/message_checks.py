@@ -13,6 +13,7 @@ from itertools import islice
 
 import msgspec
 
+from arealite.api.payloads import Payload, from_frames
 from arealite.api.rollout_messages import Episode, EpisodeIds, Failure, Progress, Result
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.turns import decode_turn
@@ -88,20 +89,26 @@ class Intake:
     def take(
         self,
         result: Result | ResultIds,
-        payloads: Sequence[bytes],
+        frames: Sequence[bytes],
         message_error: str,
     ) -> None:
         """Validate and store the episodes of a result.
 
         Args:
             result: The message, or its ids if another field is invalid.
-            payloads: One for each header of its episodes.
+            frames: The payloads of its headers (`payloads.to_frames`).
             message_error: The error of the message; "" if it has none.
         """
         num_headers = [
             len(episode.headers) if isinstance(episode, Episode) else 0
             for episode in result.episodes
         ]
+        payloads: list[Payload] = []
+        if isinstance(result, Result):
+            try:
+                payloads = from_frames(result.prompts, frames)
+            except msgspec.ValidationError as error:
+                message_error = str(error)
         if not message_error and sum(num_headers) != len(payloads):
             message_error = f"{len(payloads)} payloads for {sum(num_headers)} headers"
         remaining_payloads = iter(payloads)
@@ -113,7 +120,7 @@ class Intake:
         self,
         worker_id: str,
         episode: EpisodeIds,
-        payloads: list[bytes],
+        payloads: list[Payload],
         message_error: str,
     ) -> None:
         error = message_error or _first_error(
@@ -188,7 +195,7 @@ def _first_error(check: Callable[..., str], *args: object) -> str:
 
 def check_episode(
     episode: Episode,
-    payloads: Sequence[bytes],
+    payloads: Sequence[Payload],
     newest: int,
     vocab_size: int = 1 << 31,
 ) -> str:

@@ -415,18 +415,20 @@ class TrainerRequestHandler:
             case messages.StepReport():
                 self._record_step(request)
             case messages.Published():
-                self._record_version(request.version)
+                self._record_version(request)
             case messages.Checkpointed():
                 self._record_checkpoint(request)
             case _:
                 assert isinstance(request, messages.Finish)
                 self._record_finish(request)
 
-    def _record_version(self, version: int) -> None:
+    def _record_version(self, request: messages.Published) -> None:
         """Record a confirmed version; ignore a version that is older or was rolled back."""
+        version = request.version
         if (self.store.version or 0) <= version <= self.store.num_trained_steps():
             self.store.version = version
             self.store.ledger.set_meta("version", str(version))
+            self.store.ledger.add_version(version, request.proof)
 
     def _record_checkpoint(self, checkpoint: messages.Checkpointed) -> None:
         folder = os.path.normpath(run_paths(self.config).checkpoints)

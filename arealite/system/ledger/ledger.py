@@ -17,7 +17,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -25,16 +25,16 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.payloads import split_prompt
+from arealite.api.hooks import LedgerFormat
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Failure, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.api.turns import blake2b
-from arealite.base import log
+from arealite.api.turns import digest
+from arealite.base import entries, log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.ledger import schema
 from arealite.system.ledger.group import Group
-from arealite.system.ledger.payload_checks import REFERENCE, whole_payload
 
 logger = log.get(__name__)
 
@@ -49,7 +49,7 @@ MAX_READERS_MS = 2000
 BUSY_MS = 10_000
 """Time for which a connection waits for a lock."""
 MAX_PROMPTS = 1 << 16
-"""Maximum number of prompts that are remembered. A forgotten prompt may be stored again."""
+"""Maximum number of prompts that are remembered. A forgotten prompt is written again, in vain."""
 ROWS = 32
 """Maximum number of rows in one statement."""
 PRAGMAS = "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192", "secure_delete=OFF"
@@ -80,9 +80,8 @@ class Ledger:
         self._groups: dict[int, Group] = {}
         """By seq: groups that changed since the last transaction."""
         self._trajectories: list[tuple[object, ...]] = []
-        self._prompts: dict[tuple[str, str, bytes], str] = {}
-        """Ids of the trajectories that store a prompt, by (group id, seat, digest of the prompt).
-        Only prompts that this process stored are listed."""
+        self._prompts: dict[tuple[str, bytes], None] = {}
+        """(group id, digest) of the prompts that this process has stored, oldest first."""
         self._log_limit = LOG_BYTES
         self._transactions = 0
         self._busy_s = 0.0
@@ -113,12 +112,7 @@ class Ledger:
         for table in schema.COVERED:
             db.executescript(schema.triggers(table))
         stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
-        for key, value in expected.items():
-            if stored.get(key) != value:
-                raise UserError(
-                    f"The ledger {self.path} was started with {key}={stored.get(key)}, "
-                    f"now it is {value}. Restore the value, or choose another trial_name."
-                )
+        check_identity(stored, expected, self.path)
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
         self.boot = int(stored.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
@@ -180,22 +174,26 @@ class Ledger:
         """Write a group, in its state at the time of the next transaction."""
         self._groups[group.seq] = group
 
-    def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Write a trajectory; ignore it if its id is stored already.
+    def add_trajectory(self, header: TrajectoryHeader, payload: Payload) -> None:
+        """Write a trajectory; ignore it if its id is stored already."""
+        if not header.digest:  # its worker computed none
+            header = msgspec.structs.replace(header, digest=payload.digest)
+        prompt_digest = digest(payload.prompt)
+        self._add_prompt(header.group_id, prompt_digest, payload.prompt)
+        covered = (*columns(header), _encode(header))
+        row = (*covered, prompt_digest, payload.turns, schema.checksum(*covered))
+        self._trajectories.append(row)
 
-        A prompt block that another trajectory of the group and seat has stored is left out.
-        """
-        stored_payload = payload
-        prompt, unshared = split_prompt(payload)
-        key = header.group_id, header.seat, blake2b(prompt).digest()
-        if prompt:
-            prompt_owner = self._prompts.setdefault(key, header.trajectory_id)
-            if prompt_owner != header.trajectory_id:
-                stored_payload = REFERENCE + _encode((prompt_owner, unshared))
+    def _add_prompt(self, group_id: str, prompt_digest: bytes, prompt: bytes) -> None:
+        """Write a prompt, unless another trajectory of the group has it."""
+        key = group_id, prompt_digest
+        if key in self._prompts:
+            return
+        self._prompts[key] = None
         if len(self._prompts) > MAX_PROMPTS:
             oldest_key = next(iter(self._prompts))
             del self._prompts[oldest_key]
-        self._trajectories.append((*columns(header), _encode(header), stored_payload))
+        self._queue += _many(schema.PUT_PROMPTS, [(*key, prompt)])
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
         """Write a turn of an unfinished episode; replace a stored turn of the same index."""
@@ -262,7 +260,8 @@ class Ledger:
         (kept_step,) = oldest_kept
         if step >= kept_step:
             return False
-        self._put(schema.DROP_PAYLOADS, step)
+        for sql in schema.DROP_PAYLOADS:
+            self._put(sql, step)
         self.set_meta("dropped", str(step + 1))
         return True
 
@@ -273,6 +272,7 @@ class Ledger:
         self._put("DELETE FROM steps WHERE step >= ?", step)
         self._put("DELETE FROM checkpoints WHERE step > ?", step)
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
+        self._put("DELETE FROM versions WHERE version > ?", step)
         self._put("DELETE FROM meta WHERE key = 'version' AND CAST(value AS INTEGER) > ?", step)
         # An audit mark beyond the remaining steps is no longer valid.
         is_beyond = "json_extract(value, '$.step') > ?"
@@ -282,6 +282,10 @@ class Ledger:
         """Write the mark of an audit, unless its newest checkpoint was rolled back meanwhile."""
         is_valid = "json_extract(?1, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
         self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_valid}", mark)
+
+    def add_version(self, version: int, proof: str) -> None:
+        """Write a published version, with what the servers showed of it; "": nothing."""
+        self._put("INSERT OR REPLACE INTO versions VALUES (?, ?)", version, proof or None)
 
     def clear_planned_steps(self) -> None:
         """Clear step and place of rolled-back groups, because the batch size was changed."""
@@ -317,11 +321,7 @@ class Ledger:
         self._trajectories = []
         rows = [_row(group) for group in groups.values()]
         statements = [*_many(schema.PUT_GROUPS, rows)]
-        # `execute` computes the checksums of trajectories, in the writer's thread: 60 µs for a
-        # payload of 64 KB.
-        for begin in range(0, len(trajectories), ROWS):
-            chunk = trajectories[begin : begin + ROWS]
-            statements.append((schema.PUT_TRAJECTORIES, tuple(chunk)))
+        statements += _many(schema.PUT_TRAJECTORIES, trajectories)
         return statements + queue
 
     def execute(self, statements: Iterable[Statement]) -> None:
@@ -335,9 +335,6 @@ class Ledger:
         try:
             db.execute("BEGIN IMMEDIATE")
             for sql, parameters in statements:
-                if sql is schema.PUT_TRAJECTORIES:
-                    rows = [schema.with_payload_checksum(*row) for row in parameters]
-                    ((sql, parameters),) = _many(sql, rows)
                 db.execute(sql, parameters)
             db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -380,6 +377,31 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self.connection.close()
+
+
+def check_identity(
+    stored: Mapping[str, str], expected: Mapping[str, str], path: Path, hint: str = ""
+) -> None:
+    """Check that a run has the names and values with which it was started.
+
+    Args:
+        stored: The table `meta`, or the identity of a checkpoint.
+        expected: The present names and values.
+        path: The run's folder or file, for the error.
+        hint: A further way out, for the error.
+
+    Raises:
+        UserError: a value differs.
+    """
+    for key, now in expected.items():
+        before = stored.get(key)
+        if before != now:
+            others = "or choose another trial_name"
+            if hint:
+                others = f"choose another trial_name; or {hint}"
+            raise UserError(
+                f"{path} was started with {key}={before}, now it is {now}. Use {before}, {others}."
+            )
 
 
 def columns(header: TrajectoryHeader) -> tuple[object, ...]:
@@ -467,12 +489,31 @@ def open_read_only(path: Path) -> Generator[sqlite3.Connection]:
         raise UserError(f"{path} cannot be read as a ledger: {error}. Restore it.") from error
 
 
+def read_any_format(db: sqlite3.Connection) -> None:
+    """Make the view `payloads` of an older ledger readable as that of this version.
+
+    Raises:
+        UserError: the format is too old, or newer than this version.
+    """
+    (schema_version,) = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    if schema_version == schema.SCHEMA_VERSION:
+        return
+    target = entries.find("ledger_format", schema_version)
+    if target is None:
+        raise UserError(
+            f"this run was written by another version of AReaLite (ledger format {schema_version}, "
+            f"now {schema.SCHEMA_VERSION}). Read it with that version."
+        )
+    create_view: LedgerFormat = entries.load(target)
+    create_view(db)
+
+
 def read_payloads(
     path: Path,
     ids: Sequence[str],
     *,
-    dropped: bytes | None = None,
-) -> list[bytes]:
+    dropped: Payload | None = None,
+) -> list[Payload]:
     """Read the payloads of trajectories through a new connection.
 
     Args:
@@ -483,17 +524,21 @@ def read_payloads(
     Raises:
         InvariantError: a trajectory or its payload is not in the ledger.
     """
-    payloads: list[bytes] = []
+    payloads: list[Payload] = []
+    query = "SELECT prompt_tokens, turns FROM payloads WHERE trajectory_id = ?"
     with closing(connect(path, read_only=True)) as db:
+        read_any_format(db)
         for trajectory_id in ids:
-            query = "SELECT IFNULL(payload, ?) FROM trajectories WHERE trajectory_id = ?"
-            row = db.execute(query, (dropped, trajectory_id)).fetchone()
-            stored: bytes | None = None if row is None else row[0]
-            if stored is None:
+            row = db.execute(query, (trajectory_id,)).fetchone()
+            payload = dropped
+            if row is not None and row[1] is not None:
+                prompt, turns = row
+                payload = Payload(prompt=prompt, turns=turns)
+            if payload is None or row is None:
                 raise InvariantError(
                     f"trajectory {trajectory_id} is in a batch but not in the ledger {path}"
                 )
-            payloads.append(whole_payload(db, stored))
+            payloads.append(payload)
     return payloads
 
 

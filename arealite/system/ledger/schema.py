@@ -1,18 +1,17 @@
-"""The tables of a ledger and their checksums.
+"""The tables of a ledger and the checksum of their rows.
 
-Each row of the COVERED tables has a checksum of its columns, and each payload has its own checksum.
-The table `heads` has the number of rows and the sum of the checksums of each table. All checksums
-are written in the transaction that changes the rows. An audit therefore detects rows that were
-changed, deleted, moved or duplicated later.
+Each row of the COVERED tables has a checksum of its columns. The table `heads` has the number of
+rows and the sum of the checksums of each table. Both are written in the transaction that changes
+the rows. An audit therefore detects rows that were changed, deleted, moved or duplicated later. The
+header of a trajectory has the digests of its prompt and its payload.
 """
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-SCHEMA_VERSION = "5"
+SCHEMA_VERSION = "6"
 SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 VALID_CHECKPOINT = "step <= (SELECT IFNULL(MAX(steps.step) + 1, 0) FROM steps)"
 """SQL condition: a checkpoint contains only trained steps. Older versions stored any step."""
@@ -26,35 +25,33 @@ COVERED = {
 """The columns of each table that the checksum of a row covers."""
 CHECKSUM_MASK = (1 << 62) - 1
 """Mask of a checksum: the sum of two checksums fits an SQLite integer."""
-DROP_PAYLOADS = """
-UPDATE trajectories SET payload = NULL WHERE group_id IN (
+_OF_STEP = """
+group_id IN (
   SELECT group_id FROM groups WHERE step = ?1 OR state = 'filtered'
   AND seq > (SELECT IFNULL(MAX(seq), -1) FROM groups WHERE step = ?1 - 1)
   AND seq <= (SELECT MAX(seq) FROM groups WHERE step = ?1))"""
+DROP_PAYLOADS = (
+    f"UPDATE trajectories SET payload = NULL WHERE {_OF_STEP}",
+    f"DELETE FROM prompts WHERE {_OF_STEP}",
+)
 """SQL: drop the payloads of one step, and of groups filtered since the previous step."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def checksum(*values: object, payload: bytes = b"") -> int:
-    """Return 62 bits of the SHA-256 of a row's values followed by a payload.
+def checksum(*values: object) -> int:
+    """Return 62 bits of the SHA-256 of a row's values.
 
     It detects corruption and careless edits. It does not detect forgery: without a key, anyone can
     recompute it. To add a key, hash it here before the values.
     """
-    digest = sha256(_encode(values))
-    digest.update(payload)
-    return int.from_bytes(digest.digest()[:8], "little") & CHECKSUM_MASK
+    row_hash = sha256(_encode(values)).digest()
+    return int.from_bytes(row_hash[:8], "little") & CHECKSUM_MASK
 
 
 def with_checksum(*row: object) -> tuple[object, ...]:
     """Return a row of COVERED columns with its checksum."""
     return (*row, checksum(*row))
-
-
-def with_payload_checksum(*row: Any) -> tuple[object, ...]:
-    """Return a trajectory's columns and payload, followed by the checksums of payload and row."""
-    return (*row, checksum(row[0], payload=row[-1]), checksum(*row[:-1]))
 
 
 def _insert(
@@ -73,7 +70,8 @@ _CHANGES = ", ".join(f"{name} = excluded.{name}" for name in CHANGING)
 PUT_GROUPS = (
     _insert("groups", "INSERT", also="leases, ") + f" ON CONFLICT (seq) DO UPDATE SET {_CHANGES}"
 )
-PUT_TRAJECTORIES = _insert("trajectories", also="payload, payload_sum, ")
+PUT_TRAJECTORIES = _insert("trajectories", also="prompt, payload, ")
+PUT_PROMPTS = "INSERT OR IGNORE INTO prompts VALUES {}"
 PUT_STEP = _insert("steps")
 PUT_FAILURE = _insert("failures")
 

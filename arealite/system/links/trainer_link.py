@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from arealite.api import trainer_messages as messages
-from arealite.api.payloads import restore_prompts
+from arealite.api.payloads import Payload, from_frames
 from arealite.api.trainer_messages import Batch, EvalResult, FromTrainer, ToTrainer, Waiting
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
@@ -33,7 +33,7 @@ POLL_MS = 250
 UNNAMED = "no address in cluster.name_root, a folder that all hosts must share,"
 """Address of a datapipe that has no name in the registry."""
 
-TrainerAnswer = tuple[ToTrainer, list[bytes]]
+TrainerAnswer = tuple[ToTrainer, list[Payload]]
 OnWait = Callable[[Waiting], bool] | None
 
 
@@ -66,14 +66,16 @@ class TrainerLink:
         """Begin training at `step` (rank 0 only); the datapipe rolls the ledger back to it."""
         request = messages.TrainerStart(step=step, world_size=self.world_size)
         answer = self._request(request, lambda message: isinstance(message, messages.Ticket))
-        ticket, _ = cast(tuple[messages.Ticket, list[bytes]], answer)
+        ticket, _ = cast(tuple[messages.Ticket, list[Payload]], answer)
         self.ticket = ticket.number
         request = messages.TrainerStart(step=step, world_size=self.world_size, ticket=ticket.number)
         answer = self._request(request, lambda message: isinstance(message, messages.TrainerReady))
-        ready, _ = cast(tuple[messages.TrainerReady, list[bytes]], answer)
+        ready, _ = cast(tuple[messages.TrainerReady, list[Payload]], answer)
         return ready
 
-    def next_batch(self, step: int, *, on_wait: OnWait = None) -> tuple[Batch, list[bytes]] | None:
+    def next_batch(
+        self, step: int, *, on_wait: OnWait = None
+    ) -> tuple[Batch, list[Payload]] | None:
         """Wait for this rank's shard of batch `step`.
 
         Args:
@@ -214,7 +216,8 @@ class TrainerLink:
             is_requested = self._evals.pop(message.eval_id, None) is not None
             if is_requested:
                 self._eval_results.append(message)
-        return message, restore_prompts(frames[1:])
+        prompts = message.prompts if isinstance(message, messages.Batch) else []
+        return message, from_frames(prompts, frames[1:])
 
     def _send(self, message: FromTrainer) -> None:
         if not isinstance(message, messages.TrainerStart):

@@ -9,13 +9,13 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import zmq
 
 from arealite.api import rollout_messages as messages
-from arealite.api.payloads import drop_repeated_prompts
+from arealite.api.payloads import Payload, to_frames
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader, WorkerState
+from arealite.api.turns import digest
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.system.health.waits import Wait
@@ -73,9 +73,9 @@ class WorkerLink:
         self._members: dict[str, set[int]] = {}
         self._turns: dict[str, list[bytes]] = {}
         """By lease id: payloads of `Lease.turns`, until `take_turns` returns them."""
-        self._outbox: list[tuple[Episode, list[bytes]]] = []
-        self._unacknowledged: dict[int, _Unacknowledged] = {}
-        """By checksum of the first frame."""
+        self._outbox: list[tuple[Episode, list[Payload]]] = []
+        self._unacknowledged: dict[bytes, _Unacknowledged] = {}
+        """By digest of the first frame."""
         self._process = uuid.uuid4().hex[:8]
         self._is_draining = False
         self._wake = asyncio.Event()
@@ -101,7 +101,7 @@ class WorkerLink:
         """Return and remove the payloads of `lease.turns`."""
         return self._turns.pop(lease.lease_id, [])
 
-    def submit(self, episode: Episode, payloads: list[bytes]) -> None:
+    def submit(self, episode: Episode, payloads: list[Payload]) -> None:
         """Send a finished episode; resend it until it is acknowledged.
 
         Args:
@@ -109,7 +109,8 @@ class WorkerLink:
             payloads: One for each header. An episode with a payload above `max_frame_mb` is sent
                 as a failure.
         """
-        if max(map(len, payloads), default=0) > self.max_frame_mb << 20:
+        largest = max([payload.size for payload in payloads], default=0)
+        if largest > self.max_frame_mb << 20:
             failure = Failure(
                 failure_class="too_large", detail=f"above datapipe.max_frame_mb={self.max_frame_mb}"
             )
@@ -243,13 +244,15 @@ class WorkerLink:
         outbox = self._outbox
         self._outbox = []
         episodes: list[Episode] = []
-        payloads: list[bytes] = []
+        payloads: list[Payload] = []
         for episode, episode_payloads in outbox:
             episodes.append(episode)
             payloads += episode_payloads
-        result = wire.encode(messages.Result(worker_id=self.worker_id, episodes=episodes))
-        frames = [result, *drop_repeated_prompts(payloads)]
-        self._unacknowledged[crc32(result)] = _Unacknowledged(frames=frames, episodes=episodes)
+        prompts, payload_frames = to_frames(payloads)
+        message = messages.Result(worker_id=self.worker_id, episodes=episodes, prompts=prompts)
+        result = wire.encode(message)
+        frames = [result, *payload_frames]
+        self._unacknowledged[digest(result)] = _Unacknowledged(frames=frames, episodes=episodes)
         if self._channel is not None:
             self._channel.send(frames)
 
@@ -267,8 +270,8 @@ class WorkerLink:
         if self._wait is not None:
             self._wait.last_sign = self._received_at
         match wire.decode_to_worker(frames[0]):
-            case messages.Ack(checksum=checksum):
-                self._unacknowledged.pop(checksum, None)
+            case messages.Ack(digest=acknowledged):
+                self._unacknowledged.pop(acknowledged, None)
             case Lease() as lease:
                 self._take_lease(lease, frames[1:])
             case messages.Drain(reason=reason):

@@ -120,8 +120,7 @@ class NameRegistry:
                 if entry.value.get("type") != "external":
                     raise UserError(
                         f"{role} {entry.id} in {self.root} runs without a secret: "
-                        "it has cluster.security=off, or AReaLite 0.1.0. "
-                        "Stop it, or set trial_name."
+                        "it has cluster.security=off. Stop it, or set trial_name."
                     )
 
     def put(

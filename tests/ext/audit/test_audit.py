@@ -75,10 +75,13 @@ def test_intact_ledger_passes_the_audit(path: Path) -> None:
         ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
         ("UPDATE groups SET state = 'batched' WHERE step = 0",
          "1 unreported steps before a reported step: 1"),
-        ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
-         "2 payloads differ from their checksum: g1/0/agent, g1/1/agent"),
+        ("UPDATE trajectories SET payload = substr(payload, 1, 50) WHERE group_id = 'g1'",
+         "2 payloads differ from their header (garbled): g1/0/agent, g1/1/agent"),
+        ("UPDATE trajectories SET payload = CAST(payload || payload AS BLOB) "
+         "WHERE trajectory_id = 'g1/0/agent'",
+         "1 payloads differ from their header (garbled): g1/0/agent"),
         ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
-         "1 payloads differ from their checksum: g1/0/agent"),
+         "1 payloads that are no bytes: g1/0/agent"),
         ("UPDATE trajectories SET tokens = 9 WHERE trajectory_id = 'g2/1/agent'",
          "1 trajectories whose columns differ from their header: g2/1/agent"),
         ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
@@ -86,7 +89,7 @@ def test_intact_ledger_passes_the_audit(path: Path) -> None:
         ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')",
          "ended episodes with stored turns: g5/0"),
         ("INSERT INTO trajectories SELECT NULL, 'g0/1/x', group_id, member, seat, reward, tokens, "
-         "trained_tokens, oldest, newest, interruptions, header, sum, payload_sum, payload FROM "
+         "trained_tokens, oldest, newest, interruptions, header, sum, prompt, payload FROM "
          "trajectories WHERE trajectory_id = 'g0/1/agent'",
          "trajectories stored twice: g0/1/agent"),
     ],

@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.payloads import Payload
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
-from arealite.system.ledger.payload_checks import whole_payload
+from tests.payloads import change_turn
 from tests.system.ledger.small_run import Shape, make_run
 
 Edit = Callable[[sqlite3.Connection], None]
@@ -29,7 +30,7 @@ ID = "g4/0/agent"
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps of 3 groups of 2; some groups are filtered or buffered, one is in flight."""
-    return make_run(tmp_path_factory.mktemp("intact"), Shape(steps=6))
+    return make_run(tmp_path_factory.mktemp("intact"), Shape(steps=6, tokens=90))
 
 
 @pytest.fixture
@@ -46,20 +47,48 @@ def statements(*lines: str) -> Edit:
     return edit
 
 
-def arrays(name: str, kind: str, change: Callable[[np.ndarray], None]) -> Edit:
-    """Change one array of the payload of ID."""
+def payload_edit(change: Callable[[Payload], Payload]) -> Edit:
+    """Change the turns of ID."""
 
     def edit(db: sqlite3.Connection) -> None:
-        find = "SELECT payload FROM trajectories WHERE trajectory_id = ?"
-        stored = db.execute(find, (ID,)).fetchone()[0]
-        (segment, *others) = decode_segments(whole_payload(db, stored))
-        array = np.frombuffer(getattr(segment, name), kind).copy()
-        change(array)
-        changed = msgspec.structs.replace(segment, **{name: array.tobytes()})
+        find = "SELECT prompt_tokens, turns FROM payloads WHERE trajectory_id = ?"
+        prompt, turns = db.execute(find, (ID,)).fetchone()
+        changed = change(Payload(prompt=prompt, turns=turns))
+        assert changed.prompt == prompt
+        assert changed.turns != turns
         put = "UPDATE trajectories SET payload = ? WHERE trajectory_id = ?"
-        db.execute(put, (encode_segments([changed, *others]), ID))
+        db.execute(put, (changed.turns, ID))
 
     return edit
+
+
+def arrays(name: str, kind: str, change: Callable[[np.ndarray], None]) -> Edit:
+    """Change one array of the turn of ID."""
+
+    def changed(payload: Payload) -> Payload:
+        (turn,) = TrajectoryTree.decode(payload).turns
+        array = np.frombuffer(getattr(turn, name), kind).copy()
+        change(array)
+        return change_turn(payload, **{name: array.tobytes()})
+
+    return payload_edit(changed)
+
+
+def with_a_sampled_token_as_prompt(payload: Payload) -> Payload:
+    """Make the first sampled token a token of the prompt."""
+    (turn,) = TrajectoryTree.decode(payload).turns
+    return change_turn(
+        payload,
+        added=turn.added + turn.ids[:4],
+        ids=turn.ids[4:],
+        logprobs=turn.logprobs[4:],
+        versions=turn.versions[4:],
+    )
+
+
+def with_more_reward(payload: Payload) -> Payload:
+    (turn,) = TrajectoryTree.decode(payload).turns
+    return change_turn(payload, reward=turn.reward + 1.0)
 
 
 def last_of(value: float) -> Callable[[np.ndarray], None]:
@@ -105,10 +134,11 @@ def twice_in_a_step(db: sqlite3.Connection) -> None:
 
 def without_the_unique_rule(db: sqlite3.Connection) -> None:
     """Add a second row with the id of another row."""
+    db.execute("PRAGMA legacy_alter_table = ON")  # keeps the view, which names the table
     db.execute("CREATE TABLE other AS SELECT * FROM trajectories")
     db.execute("INSERT INTO other SELECT (SELECT MAX(n) FROM other) + 1, trajectory_id, "
                "group_id, member, seat, reward, tokens, trained_tokens, oldest, newest, "
-               "interruptions, header, sum, payload_sum, payload FROM other "
+               "interruptions, header, sum, prompt, payload FROM other "
                f"WHERE trajectory_id = '{ID}'")  # fmt: skip
     db.execute("DROP TABLE trajectories")
     db.execute("ALTER TABLE other RENAME TO trajectories")
@@ -130,29 +160,47 @@ def without_its_index(db: sqlite3.Connection) -> None:
 
 
 LAST_BUFFERED = "SELECT group_id FROM groups WHERE state = 'complete' ORDER BY seq DESC LIMIT 1"
+GARBLED = "payloads differ from their header (garbled)"
 EDITS: dict[str, tuple[Edit, str]] = {
-    "a changed token": (
-        arrays("tokens", "<i4", flip),
-        f"payloads differ from their checksum: {ID}",
-    ),
-    "a changed logprob": (
-        arrays("logprobs", "<f4", last_of(0.5)),
-        f"differ from their checksum: {ID}",
-    ),
-    "a changed version": (
-        arrays("versions", "<i4", last_of(-1)),
-        f"differ from their checksum: {ID}",
-    ),
-    "a changed mask": (arrays("loss_mask", "u1", flip), f"differ from their checksum: {ID}"),
-    "a changed reward in a payload": (arrays("rewards", "<f4", last_of(1.0)), f"checksum: {ID}"),
+    "a changed token": (arrays("ids", "<i4", flip), f"1 {GARBLED}: {ID}"),
+    "a changed logprob": (arrays("logprobs", "<f4", last_of(0.5)), f"1 {GARBLED}: {ID}"),
+    "a changed version": (arrays("versions", "<i4", last_of(-1)), f"1 {GARBLED}: {ID}"),
+    "a changed mask": (payload_edit(with_a_sampled_token_as_prompt), f"1 {GARBLED}: {ID}"),
+    "a changed reward in a payload": (payload_edit(with_more_reward), f"1 {GARBLED}: {ID}"),
     "swapped payloads": (
         statements(
-            "CREATE TEMP TABLE two AS SELECT trajectory_id, payload, payload_sum FROM trajectories "
+            "CREATE TEMP TABLE two AS SELECT trajectory_id, payload FROM trajectories "
             "WHERE trajectory_id IN ('g4/0/agent', 'g4/1/agent')",
-            "UPDATE trajectories SET (payload, payload_sum) = (SELECT payload, payload_sum FROM "
-            "two WHERE two.trajectory_id != trajectories.trajectory_id) WHERE group_id = 'g4'",
+            "UPDATE trajectories SET payload = (SELECT payload FROM two "
+            "WHERE two.trajectory_id != trajectories.trajectory_id) WHERE group_id = 'g4'",
         ),
-        "2 payloads differ from their checksum: g4/0/agent, g4/1/agent",
+        f"2 {GARBLED}: g4/0/agent, g4/1/agent",
+    ),
+    "a changed prompt": (
+        statements("UPDATE prompts SET tokens = CAST(x'01000000' || substr(tokens, 5) AS BLOB) "
+                   "WHERE group_id = 'g4'"),
+        f"2 {GARBLED}: g4/0/agent, g4/1/agent",
+    ),
+    "the prompt of another group": (
+        statements("UPDATE prompts SET tokens = (SELECT tokens FROM prompts "
+                   "WHERE group_id = 'g5') WHERE group_id = 'g4'"),
+        f"2 {GARBLED}: g4/0/agent, g4/1/agent",
+    ),
+    "a truncated prompt": (
+        statements("UPDATE prompts SET tokens = substr(tokens, 1, 8) WHERE group_id = 'g4'"),
+        f"2 {GARBLED}: g4/0/agent, g4/1/agent",
+    ),
+    "a prompt that is a text": (
+        statements("UPDATE prompts SET tokens = 'none' WHERE group_id = 'g4'"),
+        "2 payloads that are no bytes: g4/0/agent, g4/1/agent",
+    ),
+    "a deleted prompt": (
+        statements("DELETE FROM prompts WHERE group_id = 'g4'"),
+        f"2 {GARBLED}: g4/0/agent, g4/1/agent",
+    ),
+    "a trajectory without its prompt": (
+        statements(f"UPDATE trajectories SET prompt = NULL WHERE trajectory_id = '{ID}'"),
+        f"1 {GARBLED}: {ID}",
     ),
     "oldest := newest in the columns": (
         statements("UPDATE trajectories SET oldest = newest"),
@@ -191,12 +239,17 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "a truncated payload": (
         statements("UPDATE trajectories SET payload = substr(payload, 1, 60) "
                    f"WHERE trajectory_id = '{ID}'"),
-        f"payloads differ from their checksum: {ID}",
+        f"1 {GARBLED}: {ID}",
     ),
     "an extended payload": (
+        statements("UPDATE trajectories SET payload = CAST(payload || x'00' AS BLOB) "
+                   f"WHERE trajectory_id = '{ID}'"),
+        f"1 {GARBLED}: {ID}",
+    ),
+    "a payload that is a text": (
         statements("UPDATE trajectories SET payload = payload || x'00' "
                    f"WHERE trajectory_id = '{ID}'"),
-        f"payloads differ from their checksum: {ID}",
+        f"1 payloads that are no bytes: {ID}",
     ),
     "a payload taken out": (
         statements(f"UPDATE trajectories SET payload = NULL WHERE trajectory_id = '{ID}'"),
@@ -245,7 +298,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "a duplicated trajectory": (
         statements("INSERT INTO trajectories SELECT NULL, 'g4/0/x', group_id, member, seat, "
                    "reward, tokens, trained_tokens, oldest, newest, interruptions, header, sum, "
-                   f"payload_sum, payload FROM trajectories WHERE trajectory_id = '{ID}'"),
+                   f"prompt, payload FROM trajectories WHERE trajectory_id = '{ID}'"),
         "trajectories stored twice: g4/0/agent",
     ),
     "a duplicated group": (

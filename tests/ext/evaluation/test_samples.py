@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure
 from arealite.base.errors import UserError
 from arealite.ext.evaluation.samples import Samples
 from tests.system.scenes import header
 
 ROOT = Path(__file__).resolve().parents[3]
+PAYLOAD = Payload(prompt=b"prompt", turns=b"turns")
 
 
 @pytest.fixture
@@ -26,11 +30,11 @@ def samples(tmp_path: Path) -> Iterator[Samples]:
     made.close()
 
 
-def done(task: int, member: int, *, reward: float = 1.0) -> tuple[Episode, list[bytes]]:
+def done(task: int, member: int, *, reward: float = 1.0) -> tuple[Episode, list[Payload]]:
     made = header(f"eval-{task}", member, reward=reward)
     return Episode(
         lease_id="l", group_id=f"eval-{task}", member=member, headers=[made], failure=None
-    ), [b"tokens"]
+    ), [PAYLOAD]
 
 
 async def test_samples_are_read_in_order_and_once_each(samples: Samples) -> None:
@@ -40,7 +44,7 @@ async def test_samples_are_read_in_order_and_once_each(samples: Samples) -> None
     assert samples.done() == {*keys}
     read = [(task, member, headers[0].reward) for task, member, headers in samples.headers()]
     assert read == [(task, member, 1.0) for task, member in sorted(keys)]
-    assert samples.payloads(2, 1) == [b"tokens"]
+    assert samples.payloads(2, 1) == [PAYLOAD]
 
 
 async def test_failures_are_counted_with_the_first_detail(samples: Samples) -> None:
@@ -95,3 +99,18 @@ def test_added_samples_survive_a_kill(tmp_path: Path) -> None:
     samples.close()
     assert len(told) >= 100
     assert {*told} <= kept
+
+
+def test_samples_of_an_older_version_are_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "samples.sqlite"
+    first = Samples(file)
+    first.begin({"model.path": "m"})
+    first.begin({"model.path": "m"})
+    first.close()
+    with closing(sqlite3.connect(file)) as db, db:
+        db.execute("DELETE FROM meta WHERE key = 'format'")
+    again = Samples(file)
+    with pytest.raises(UserError, match="older version of AReaLite") as error:
+        again.begin({"model.path": "m"})
+    assert "\n" not in str(error.value)
+    again.close()

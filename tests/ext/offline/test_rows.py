@@ -13,7 +13,6 @@ import pytest
 from arealite.api.episode import EpisodeRecord
 from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.payloads import encode_segments
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.errors import UserError
@@ -22,10 +21,11 @@ from arealite.ext.demo.tiny_model import make_tokenizer
 from arealite.ext.offline import examples
 from arealite.ext.offline import rows as chats
 from arealite.ext.offline.config import OfflineConfig, SFTConfig
-from arealite.impl.rollout.collector import make_segments
+from arealite.impl.rollout.tree_maker import make_tree
 from arealite.system.data import templates
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer
+from tests.payloads import encode_segments
 from tests.system.data.test_dataset import jsonl, parquet
 
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
@@ -118,7 +118,7 @@ def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
         )
         turn = record.begin(templates.tokenize(tokenizer, messages[:index]), SamplingConfig())
         record.add(turn, response)
-    (segment,) = make_segments(record.turns)
+    (segment,) = make_tree(record.turns).segments()
     (example,) = encode({"messages": messages}, tokenizer=tokenizer)
     assert segment.tokens == example.tokens.tobytes()
     assert segment.loss_mask == (example.kinds == examples.ASSISTANT).astype(np.uint8).tobytes()

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.errors import InvariantError
 from arealite.ext.replay import replay_trainer as replaying
 from arealite.ext.replay.replay_trainer import Differs, LedgerLink
-from arealite.system.ledger.payload_checks import whole_payload
+from arealite.system.ledger.ledger import decode_header
+from tests.payloads import change_turn
 from tests.system.ledger.small_run import Shape, make_run
 from tests.system.scenes import experiment
 
@@ -40,12 +41,20 @@ def test_replay_detects_a_changed_reward_of_a_payload(
     link: Callable[[], LedgerLink], tmp_path: Path
 ) -> None:
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
-        sql = "SELECT trajectory_id, payload FROM trajectories JOIN groups USING (group_id) "
-        key, payload = db.execute(sql + "WHERE step = 1 AND member = 0").fetchone()
-        (segment,) = decode_segments(whole_payload(db, payload))
-        rewards = np.frombuffer(segment.rewards, "<f4") + 1.0
-        changed = encode_segments([msgspec.structs.replace(segment, rewards=rewards.tobytes())])
-        db.execute("UPDATE trajectories SET payload = ? WHERE trajectory_id = ?", (changed, key))
+        query = (
+            "SELECT trajectory_id, header, prompt_tokens, turns FROM trajectories "
+            "JOIN groups USING (group_id) JOIN payloads USING (trajectory_id) "
+            "WHERE step = 1 AND member = 0"
+        )
+        key, encoded, prompt, turns = db.execute(query).fetchone()
+        payload = Payload(prompt=prompt, turns=turns)
+        (turn,) = TrajectoryTree.decode(payload).turns
+        changed = change_turn(payload, reward=turn.reward + 1.0)
+        # The digest is made anew, so that only the comparison of rewards detects the change.
+        header = msgspec.structs.replace(decode_header(encoded), digest=changed.digest)
+        row = msgspec.msgpack.encode(header), changed.turns, key
+        put = "UPDATE trajectories SET header = ?, payload = ? WHERE trajectory_id = ?"
+        db.execute(put, row)
     replayed = link()
     assert replayed.next_batch(0) is not None
     with pytest.raises(Differs, match=f"step 2: payload and header of {key} differ: reward"):

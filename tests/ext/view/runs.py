@@ -15,27 +15,29 @@ from tokenizers.models import BPE
 
 from arealite.api.episode import EpisodeRecord, Origin
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.payloads import encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Failure
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base import config as base_config
 from arealite.base.trial_files import RunPaths
 from arealite.ext.view.report_text import ALPHABET
-from arealite.impl.rollout.collector import make_segments
+from arealite.impl.rollout.tree_maker import make_tree
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.ledger.token_stats import TokenStats
 from tests.impl.trainer.trajectories import header
+from tests.payloads import encode_segments
 from tests.system.scenes import experiment
 
 CHARACTER = {byte: character for character, byte in ALPHABET.items()}
 FINGERPRINT = {"group_size": "2"}
 MARKS = ("<|im_start|>", "<|im_end|>")
-Trajectory = tuple[int | None, TrajectoryHeader, list[Segment]]
-"""The step that trained the group, or None."""
+Trajectory = tuple[int | None, TrajectoryHeader, list[Segment] | Payload]
+"""The step that trained the group, or None; its header; and its segments or its payload."""
 
 
 def make_tokenizer(folder: Path, words: Sequence[str | bytes]) -> dict[str | bytes, int]:
@@ -87,8 +89,9 @@ def add_trajectories(
             ("filtered", "zero_variance") if step is None else ("batched", None)
         )
         ledger.put_group(group)
-        for _, made, segments in members:
-            ledger.add_trajectory(made, encode_segments(segments))
+        for _, made, content in members:
+            payload = content if isinstance(content, Payload) else encode_segments(content)
+            ledger.add_trajectory(made, payload)
             if step is not None:
                 trained.setdefault(step, []).append(made.trajectory_id)
         ledger.commit()
@@ -197,7 +200,7 @@ BRANCHED = (
 )
 
 
-def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> list[Segment]:
+def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> Payload:
     """Return a session; as a default one of two segments, because the third turn is a branch."""
     record = EpisodeRecord()
     for prompt, origin in turns:
@@ -208,12 +211,12 @@ def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> li
                 output_ids=[7, 8], logprobs=[-0.5, -0.25], versions=[0, 1], stop_reason="stop"
             ),
         )
-    return make_segments(record.turns)
+    return make_tree(record.turns).encode()
 
 
-def branched_header(segments: list[Segment], member: int) -> TrajectoryHeader:
+def branched_header(payload: Payload, member: int) -> TrajectoryHeader:
     """Return the header of a `branched_session`."""
-    lengths = [len(segment.loss_mask) for segment in segments]
+    lengths = TrajectoryTree.decode(payload).segment_lengths
     return TrajectoryHeader(
         trajectory_id=f"g0/{member}/agent",
         group_id="g0",

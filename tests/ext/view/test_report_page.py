@@ -448,9 +448,9 @@ def test_runs_without_a_ledger_or_a_model(paths: RunPaths, tmp_path: Path, opene
 
 
 def test_branches_and_origins_of_a_session_are_shown(tmp_path: Path, opened: Open) -> None:
-    root, segments = tmp_path / "run", branched_session()
+    root, payload = tmp_path / "run", branched_session()
     make_tokenizer(root / "model", [f" w{number}." for number in range(9)])
-    paths = make_run(root, [(0, branched_header(segments, 0), segments)])
+    paths = make_run(root, [(0, branched_header(payload, 0), payload)])
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").first.click()
@@ -479,13 +479,13 @@ def test_segments_of_equal_tokens_point_only_at_earlier_ones(tmp_path: Path, ope
         ([1, 2], again),
         ([1, 2, 7, 8, 3], Origin(reused=4, new=1)),
     ]
-    root, segments = (
+    root, payload = (
         tmp_path / "run",
         branched_session([*turns, ([1, 4], Origin(reused=1, new=1, reason="edited"))]),
     )
     make_tokenizer(root / "model", [f" w{number}." for number in range(9)])
-    own = replace(branched_header(segments, 0), turns=5, trained_tokens=10)
-    paths = make_run(root, [(0, own, segments)])
+    own = replace(branched_header(payload, 0), turns=5, trained_tokens=10)
+    paths = make_run(root, [(0, own, payload)])
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").first.click()

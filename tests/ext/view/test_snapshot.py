@@ -44,17 +44,6 @@ def test_metrics_are_read_as_the_file_grows(tmp_path: Path):
     assert metrics.poll() == []
 
 
-@pytest.mark.parametrize("written", [[0, 1, 2, 3], [1, 2, 3, 4], [0, 1, 3, 4]])
-def test_steps_count_from_1_even_if_version_0_1_0_wrote_them(tmp_path: Path, written: list[int]):
-    """Last case: 0.1.0 wrote two steps, and a later version wrote the third and fourth."""
-    file = tmp_path / "metrics.jsonl"
-    evaluation = json.dumps({"step": 0, "time": -1.0, "eval/reward": 0.25}) + "\n"
-    file.write_text(evaluation + "".join(line(step) for step in written))
-    metrics = MetricsReader(file)
-    assert [int(each["step"]) for each in metrics.poll()] == [0, 1, 2, 3, 4]
-    assert metrics.steps == 4
-
-
 def test_rewritten_metrics_are_read_again_but_returned_once(tmp_path: Path):
     file, anew = tmp_path / "metrics.jsonl", tmp_path / "anew"
     metrics = MetricsReader(file)
@@ -113,11 +102,11 @@ def test_states_of_a_run_from_start_to_end(run: Run):
     run.still_for(999)
     assert seen(watch) == ("not running", False), "the launcher starts its roles"
     show(run.vitals, "trainer-0")
-    run.paths.metrics.write_text(line(0) + line(1))
+    run.paths.metrics.write_text(line(1) + line(2))
     shot = watch.read()
     assert (shot.metrics.steps, shot.total_steps, shot.state) == (2, 3, "running")
     with run.paths.metrics.open("a") as output:
-        output.write(line(2))
+        output.write(line(3))
     assert seen(watch) == ("running", False), "an evaluation or a checkpoint may follow"
     (run.vitals / "trainer-0.json").unlink()
     assert seen(watch) == ("finished", False), "the launcher audits"
@@ -139,14 +128,14 @@ def test_what_a_run_does_before_its_first_step_is_shown(run: Run):
     assert watch.read().now == "batch 0: 3 of 64 groups"
     show(run.vitals, "trainer-0", wait("ranks to meet", "", 1.0))
     assert watch.read().now == "the trainer waits for ranks to meet of any process"
-    run.paths.metrics.write_text(line(0))
+    run.paths.metrics.write_text(line(1))
     assert watch.read().now == ""
 
 
 def test_crashed_run_is_over_when_its_files_no_longer_change(run: Run):
     watch = RunReader(run.paths)
     show(run.vitals, "trainer-0", started=1)  # another process has its pid
-    run.paths.metrics.write_text(line(0))
+    run.paths.metrics.write_text(line(1))
     assert seen(watch) == ("not running", False), "it may be restarted"
     run.still_for(QUIET_S + 1)
     assert seen(watch) == ("not running", True)
@@ -174,7 +163,7 @@ def test_failures_are_counted_before_the_first_step(run: Run):
     show(run.vitals, "rollout-0", counters={"failed_env_error": 7.0, "failed_a": 1.0, "ranks": 3})
     show(run.vitals, "rollout-1", counters={"failed_env_error": 2.0})
     assert watch.read().failures == {"env_error": 9, "a": 1}
-    run.paths.metrics.write_text(line(0, rollout__failed_env_error=30.0))
+    run.paths.metrics.write_text(line(1, rollout__failed_env_error=30.0))
     assert watch.read().failures == {"env_error": 30, "a": 1}, "the datapipe's count of the class"
 
 
@@ -198,7 +187,7 @@ def test_changed_config_is_read_again(run: Run):
 
 def test_moved_run_keeps_its_last_state(run: Run):
     watch = RunReader(run.paths)
-    run.paths.metrics.write_text(line(0))
+    run.paths.metrics.write_text(line(1))
     watch.read()
     aside = run.paths.root.with_name("aside")
     run.paths.root.rename(aside)

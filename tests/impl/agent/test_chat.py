@@ -15,8 +15,8 @@ from arealite.api.agent import Agent
 from arealite.api.agent_config import ChatConfig
 from arealite.api.env import Env, envs
 from arealite.api.observation import Observation
-from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
+from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import ContextOverflow, UserError
 from arealite.impl.agent import history
 from arealite.impl.rollout.collector import Collector

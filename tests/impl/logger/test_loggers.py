@@ -59,7 +59,6 @@ def test_repeated_steps_appear_once_after_a_resume(tmp_path: Path) -> None:
 def test_rewind_to_0_removes_all_lines(tmp_path: Path) -> None:
     logger = JSONLLogger(tmp_path)
     logger.log(0, {"eval/reward": 0.1})
-    logger.log(0, {"reward/mean": 0.1})  # version 0.1.0 counted steps from 0
     logger.log(1, {"reward/mean": 0.1})
     logger.rewind(0)
     assert lines(tmp_path) == []

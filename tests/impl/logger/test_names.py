@@ -30,8 +30,6 @@ from tests.impl.trainer.trajectories import header, segment
 
 PACKAGE = Path(arealite.__file__).parent
 GROUPS = {pattern.split("/")[0] for pattern in catalogue()}
-FORMER_NAMES = {"datapipe/pace_wait_s"}
-"""Names of an earlier version that reports still read."""
 
 
 def literals() -> Iterator[str]:
@@ -118,7 +116,7 @@ def written() -> set[str]:
         of_datapipe,
         of_workers,
     ]
-    return {name for source in sources for name in source()} - FORMER_NAMES
+    return {name for source in sources for name in source()}
 
 
 def test_every_written_metric_is_documented(written: set[str]) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.payloads import decode_segments
 from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import decode_turn
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector

@@ -19,11 +19,11 @@ from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, run_paths
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
-from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import ClusterConfig
 from arealite.api.turns import decode_turn
 from arealite.base.config import save

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from arealite.api.episode import RECENT, EpisodeRecord
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.trajectory import Segment
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import Origin, Turn
-from arealite.impl.rollout.collector import make_segments
+from arealite.impl.rollout.tree_maker import make_tree
 
 ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -45,7 +45,7 @@ def segments_of(*given: Given) -> list[Segment]:
                 output_ids=output, logprobs=logprobs, versions=[version] * count, stop_reason="stop"
             ),
         )
-    return make_segments(record.turns)
+    return make_tree(record.turns).segments()
 
 
 def arrays(segment: Segment) -> dict[str, list]:
@@ -164,8 +164,9 @@ def test_each_sampled_token_is_trained_once_under_the_prompt_that_was_sent(
     session: tuple[EpisodeRecord, list[Sent]],
 ) -> None:
     record, sent = session
-    segments = make_segments(record.turns)
-    assert decode_segments(encode_segments(segments)) == segments
+    tree = make_tree(record.turns)
+    segments = tree.segments()
+    assert decode_segments(tree.encode()) == segments
     trained = list[tuple[list[int], int, float, int]]()
     for segment in segments:
         found = arrays(segment)
@@ -217,8 +218,11 @@ def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
     ]:
         finish(record, record.begin(prompt, sampling, origin), [7], numbers)
     made = [
-        [(turn.start, turn.length, turn.reused, turn.reason) for turn in segment.turns]
-        for segment in make_segments(record.turns)
+        [
+            (placed.start, placed.length, placed.node.reused, placed.node.reason)
+            for placed in segment.turns
+        ]
+        for segment in make_tree(record.turns).segments()
     ]
     assert made == [
         [(4, 1, 3, "forked")],
@@ -235,7 +239,7 @@ def test_segment_continues_at_the_turn_before_a_dropped_one() -> None:
     finish(record, lost, [6], numbers)
     finish(record, record.begin([1, 5, 3], sampling), [7], numbers)
     record.drop(lost.response)
-    (segment,) = make_segments(record.turns)
+    (segment,) = make_tree(record.turns).segments()
     assert arrays(segment)["tokens"] == [1, 5, 3, 7]
     assert arrays(segment)["loss_mask"] == [0, 1, 0, 1]
 
@@ -248,8 +252,8 @@ def test_long_session_is_one_segment_and_keeps_its_tokens_once() -> None:
         prompt = [*prompt, 5, 6, 7]
     assert sum(len(turn.added) // 4 for turn in record.turns) < len(prompt)
     assert [json.loads(turn.json) for turn in record.turns if turn.json] == [prompt[:-3]]
-    (segment,) = make_segments(record.turns)
-    assert [receipt.reused for receipt in segment.turns[:3]] == [0, 3, 6]
+    (segment,) = make_tree(record.turns).segments()
+    assert [placed.node.reused for placed in segment.turns[:3]] == [0, 3, 6]
 
 
 @ANY_PACE

@@ -9,9 +9,9 @@ from zlib import crc32
 
 import zmq
 
-from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published, StepReport
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.rollout import worker as module

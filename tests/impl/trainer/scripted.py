@@ -29,6 +29,7 @@ from arealite.api.trainer_messages import (
 from arealite.impl.trainer.components import Components
 from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group
+from tests.payloads import GARBAGE
 
 
 class Events:
@@ -224,7 +225,7 @@ class ScriptedLink:
         updates = [0, 0, 1, 1] if self.pipe.minibatches == 2 else [0] * 4
         made, payloads = batch(groups, step=step, minibatches=updates)
         if step in self.pipe.garbled:
-            payloads[2] = b"garbage"
+            payloads[2] = GARBAGE
         return made, payloads
 
     def report(self, message: FromTrainer) -> None:

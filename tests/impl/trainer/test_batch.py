@@ -18,6 +18,7 @@ from arealite.base.errors import InvariantError
 from arealite.impl.trainer.batch import UnusableGroups, make_rows, make_train_batch
 from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
+from tests.payloads import GARBAGE
 
 CONFIG = PPOConfig(max_staleness=2)
 
@@ -125,7 +126,7 @@ def test_unusable_groups_are_reported_with_the_reason() -> None:
     garbage = header("c/0/agent", parts, reward=0.0)
     bad = [(longer, parts), (header("b/0/agent", no_prefix, reward=0.0), no_prefix)]
     made, payloads = batch([*whole, *bad, (garbage, parts)])
-    payloads[-1] = b"garbage"
+    payloads[-1] = GARBAGE
     with pytest.raises(UnusableGroups) as raised:
         make_train_batch(made, payloads, CONFIG, rank=0, world_size=1)
     found = raised.value.groups
@@ -165,7 +166,7 @@ def test_all_ranks_request_the_batch_again_after_one_reports_a_bad_group() -> No
     def rank(number: int) -> object:
         made, payloads = batch(trajectories, step=2, rank=number, ranks=[0, 0, 1, 1])
         if number == 1:
-            payloads[0] = b"x"
+            payloads[0] = GARBAGE
         link: Any = Link()
         found = make_rows(made, payloads, CONFIG, world=Pair(rank=number, size=2), link=link)
         events.append("asks again")

@@ -17,11 +17,11 @@ from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.llm import LLMClientConfig, SamplingConfig
-from arealite.api.payloads import decode_segments
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import decode_turn, encode_turn
 from arealite.ext.models.expert_routing import Routing
 from arealite.impl.client.sglang_client import SGLangClient

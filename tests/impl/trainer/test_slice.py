@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from arealite.api.collector_config import CollectorConfig
 from arealite.api.experiment_config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
-from arealite.api.payloads import encode_segments
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
@@ -30,6 +29,7 @@ from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.trainer.trajectories import header, segment
 from tests.models import tiny_model
+from tests.payloads import encode_segments
 
 TASKS = [
     Task(task_id=f"train-{row}", prompt=f"{row}", ground_truth=None, extra_info={})

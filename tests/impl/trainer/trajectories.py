@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from arealite.api.payloads import encode_segments
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from tests.payloads import encode_segments
 
 
 def segment(

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from arealite.api.llm import LLMResponse
-from arealite.api.rollout_messages import Episode, Lease, Progress, Result, TurnHeader, WorkerState
+from arealite.api.payloads import Payload
+from arealite.api.rollout_messages import Episode, Lease, Progress, TurnHeader, WorkerState
 from arealite.api.turns import Turn, encode_turn
 from arealite.system.ledger.ledger import read_turns
+from tests.payloads import GARBAGE, result_frames
 from tests.system.datapipe.history_parts import PICK, ROUTE, TTL_S, Parts, event
 from tests.system.datapipe.model import MAX_ATTEMPTS, MEMBERS, ModelGroup, ModelLease, Sample
 from tests.system.scenes import failed, header, payload
@@ -94,7 +96,7 @@ class WorkerEvents(Parts):
         ]
         payloads = [payload(h) for h in headers]
         if not is_intact:
-            payloads[-1] = payloads[-1][:-1]
+            payloads[-1] = GARBAGE
         made = Episode(
             lease_id=lease.lease_id,
             group_id=lease.group_id,
@@ -159,18 +161,19 @@ class WorkerEvents(Parts):
             [payload(made)],
         )
 
-    def send(self, worker: str, episode: Episode, payloads: list[bytes]) -> None:
+    def send(self, worker: str, episode: Episode, payloads: list[Payload]) -> None:
         """Deliver a result to the datapipe, and to the model."""
         self.results.append((worker, episode, payloads))
         num_late = self.store.late_results
-        self.intake.take(Result(worker_id=worker, episodes=[episode]), payloads, "")
+        result, frames = result_frames(worker, [episode], payloads)
+        self.intake.take(result, frames, "")
         self.handler.changed = True
         is_late = self.store.late_results > num_late
         self.expect(worker, episode, payloads, is_late=is_late)
         self.serve()
 
     def expect(
-        self, worker: str, episode: Episode, payloads: list[bytes], *, is_late: bool
+        self, worker: str, episode: Episode, payloads: list[Payload], *, is_late: bool
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
         is_leased = self.model.is_leased(worker, *ids)

@@ -8,6 +8,7 @@ from typing import Any
 from arealite.api.rollout_messages import Episode, Lease, Progress, TurnHeader
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.group import Group
+from tests.payloads import GARBAGE
 from tests.system.scenes import episode, failed, header
 
 OpenStore = Callable[..., GroupStore]
@@ -30,7 +31,7 @@ def finish(
 ) -> None:
     """Finish these members of a lease, by default all."""
     for member in members or lease.members:
-        store.add_episode(episode(lease, member, reward=reward, **fields), [b""])
+        store.add_episode(episode(lease, member, reward=reward, **fields), [GARBAGE])
 
 
 def close_group(store: GroupStore, *rewards: float | None) -> Group:
@@ -42,7 +43,7 @@ def close_group(store: GroupStore, *rewards: float | None) -> Group:
         if reward is None:
             store.add_episode(failed(lease, member, "boom"), [])
         else:
-            store.add_episode(episode(lease, member, reward=reward), [b""])
+            store.add_episode(episode(lease, member, reward=reward), [GARBAGE])
     return group
 
 

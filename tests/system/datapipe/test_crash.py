@@ -20,7 +20,7 @@ from tests.system.datapipe.killed import KILLED, kill_before
 from tests.system.ledger.test_ledger import open_store, picture
 from tests.system.scenes import episode, experiment, failed, payload
 
-TOKENS = 60_000
+TOKENS = 240_000
 """Tokens of a trajectory. Two payloads exceed SQLite's cache, so pages of an unfinished transaction
 are in the file at the time of the kill."""
 

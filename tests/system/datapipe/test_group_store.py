@@ -7,6 +7,7 @@ import pytest
 from arealite.api.rollout_messages import Lease, TurnHeader
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger import group as open_group
+from tests.payloads import GARBAGE
 from tests.system.datapipe.stores import (
     OpenStore,
     add_turns,
@@ -45,7 +46,7 @@ def test_zero_variance_compares_the_scores_of_each_seat(
     lease = lease_next(store)
     for member, rewards in enumerate(episodes):
         made = seated(lease, member, dict(zip("xo", rewards, strict=False)))
-        store.add_episode(made, [b""] * len(rewards))
+        store.add_episode(made, [GARBAGE] * len(rewards))
     assert store.counts["filtered:zero_variance"] == is_filtered
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -14,7 +14,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from arealite.api.experiment_config import run_paths
-from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import (
     Ack,
     Episode,
@@ -40,9 +40,10 @@ from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.datapipe.message_checks import MAX_SENDERS, Rejections, check_episode
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payload_checks import find_mismatch, payload_sum
+from arealite.system.ledger.payload_checks import find_mismatch
 from arealite.system.links import wire
 from arealite.system.links.trainer_link import TrainerLink
+from tests.payloads import GARBAGE, change_turn, pack, result_frames, with_digests
 from tests.system.live import StartPipe, finish, next_ids
 from tests.system.scenes import FakeWorker, episode, header, payload, tasks
 from tests.waiting import eventually
@@ -51,10 +52,9 @@ replace = msgspec.structs.replace
 HEADER = header("g0", 0, version=1, newest=2, tokens=8)
 
 
-def changed(**fields: Any) -> bytes:
-    """Return the payload of HEADER with changed fields of its segment."""
-    (segment,) = decode_segments(payload(HEADER))
-    return encode_segments([replace(segment, **fields)])
+def changed(**fields: Any) -> Payload:
+    """Return the payload of HEADER with changed fields of its turn."""
+    return change_turn(payload(HEADER), **fields)
 
 
 def flipped(frame: bytes, at: int) -> bytes:
@@ -64,25 +64,40 @@ def flipped(frame: bytes, at: int) -> bytes:
 @pytest.mark.parametrize(
     ("made", "what"),
     [
-        (b"garbage", "unreadable"),
-        (payload(HEADER)[:-3], "unreadable"),
-        (encode_segments([]), "length"),
+        (GARBAGE, "unreadable"),
+        (replace(payload(HEADER), turns=payload(HEADER).turns[:-3]), "unreadable"),
+        (replace(payload(HEADER), prompt=b""), "unreadable: turn 0 shares 4 tokens, at most 0"),
+        (replace(payload(HEADER), prompt=bytes(18)), "arrays of other lengths"),
+        (replace(payload(HEADER), prompt=b"\xff" * 16), "tokens"),
+        (pack(b"", []), "length"),
         (changed(logprobs=b""), "arrays of other lengths"),
-        (changed(tokens=b"\xff" * 32), "tokens"),
-        (changed(tokens=b"\xff\xff\xff\x7f" * 8), "tokens"),
-        (changed(loss_mask=b"\0\0\0\0\1\1\1\2"), "mask"),
-        (changed(loss_mask=b"\0\0\0\1\1\1\1\1"), "mask"),
-        (changed(loss_mask=b"\1" * 8, versions=b"\1\0\0\0" * 8), "no prefix"),
-        (changed(logprobs=b"\0\0\xc0\x7f" * 8), "logprobs"),
+        (changed(versions=bytes(12)), "arrays of other lengths"),
+        (changed(added=b"123"), "arrays of other lengths"),
+        (changed(extras={"entropy": bytes(9)}), "arrays of other lengths"),
+        (changed(routing=bytes(9)), "arrays of other lengths"),
+        (changed(routing=bytes(9), routing_start=90), "arrays of other lengths"),
+        (changed(ids=b"\xff" * 16), "tokens"),
+        (changed(ids=b"\xff\xff\xff\x7f" * 4), "tokens"),
+        (changed(added=bytes(4)), "length"),
+        (changed(shared=0), "no prefix"),
+        (changed(parent=0), "unreadable: turn 0 follows turn 0"),
+        (changed(reason=""), "unreadable: turn 0 does not extend turn -1"),
+        (changed(logprobs=b"\0\0\xc0\x7f" * 4), "logprobs"),
         (changed(temperature=math.nan), "logprobs"),
         (changed(temperature=-1.0), "logprobs"),
-        (changed(versions=b"\xff" * 16 + b"\2\0\0\0" * 4), "versions"),
-        (changed(rewards=b"\0\0\x80\x7f" * 8), "reward"),
-        (changed(rewards=b"\0" * 32), "reward"),
+        (changed(versions=b"\2\0\0\0" * 4), "versions"),
+        (changed(versions=b"\xff\xff\xff\xff\2\0\0\0" * 2), "versions"),
+        (changed(reward=math.inf), "reward"),
+        (changed(reward=math.nan), "reward"),
+        (changed(reward=1e300), "reward"),
+        (changed(reward=0.0), "reward"),
+        (changed(reused=5, prompt_digest=b"x"), "receipt: range"),
+        (changed(prompt_digest=b"x"), "receipt: prompt of 4 tokens"),
+        (change_turn(with_digests(payload(HEADER)), answer_digest=b"x"), "receipt: answer after 4"),
         (payload(header("g0", 0, version=1, newest=2, tokens=10)), "length"),
     ],
 )
-def test_payload_that_differs_from_its_header_is_rejected(made: bytes, what: str) -> None:
+def test_payload_that_differs_from_its_header_is_rejected(made: Payload, what: str) -> None:
     assert what in find_mismatch(HEADER, made, vocab_size=(1 << 31) - 1)
     assert find_mismatch(HEADER, payload(HEADER)) == ""
 
@@ -98,10 +113,13 @@ def test_greedy_trajectory_is_valid_only_in_an_evaluation(group: str, is_right: 
 
 
 def test_every_flipped_byte_of_a_payload_is_detected() -> None:
-    made = payload(HEADER)
-    summed = replace(HEADER, payload_sum=payload_sum(made))
-    assert find_mismatch(summed, made) == ""
-    assert all(find_mismatch(summed, flipped(made, at)) for at in range(len(made)))
+    made = with_digests(payload(HEADER))
+    whole = replace(HEADER, digest=made.digest)
+    assert find_mismatch(whole, made) == ""
+    for name in ("prompt", "turns"):
+        frame: bytes = getattr(made, name)
+        for at in range(len(frame)):
+            assert find_mismatch(whole, replace(made, **{name: flipped(frame, at)}))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +184,12 @@ class Peer:
         frame = message if isinstance(message, bytes) else wire.encode(message)
         self.channel.send([frame, *payloads])
 
+    def submit(
+        self, episodes: Sequence[Episode], payloads: Sequence[Payload], worker_id: str = "bad"
+    ) -> None:
+        result, frames = result_frames(worker_id, episodes, payloads)
+        self.say(result, *frames)
+
     async def rejected(self, count: int) -> None:
         await eventually(lambda: self.pipe.machine.requests.rejections.total() >= count)
 
@@ -175,7 +199,7 @@ class Peer:
 
     def acknowledged(self) -> int:
         """Return the number of acknowledged results."""
-        return sum(ack.checksum > 0 for ack in self.messages(Ack))
+        return sum(ack.digest != b"" for ack in self.messages(Ack))
 
     async def leased(self, name: str, capacity: int = 4) -> list[Lease]:
         """Accept leases like a worker that never finishes them."""
@@ -216,7 +240,7 @@ async def peer(
 
 async def test_invalid_messages_are_counted_and_logged_once_per_sender(peer: Peer) -> None:
     wrong = [
-        *(b"", b"garbage", b"\x80", wire.encode(Ack(checksum=1)), wire.encode({"type": "Result"})),
+        *(b"", b"garbage", b"\x80", wire.encode(Ack(digest=b"1")), wire.encode({"type": "Result"})),
         *(b"\x81\xa1a" * 50_000, b"\x82\xa4type\xa6Finish\xa6reason\xa1\xff"),
         *(
             wire.encode(m)
@@ -272,7 +296,7 @@ async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Pee
         headers=[],
         failure=Failure(failure_class="boom", detail=""),
     )
-    peer.say(Result(worker_id="bad", episodes=[good, mixed]), payload(good.headers[0]))
+    peer.submit([good, mixed], [payload(good.headers[0])])
     await peer.rejected(1)
     assert 0 in peer.pipe.machine.workers.by_id["bad"].leases[lease.lease_id].unfinished
 
@@ -292,15 +316,21 @@ async def test_invalid_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer
     for lease in leases:
         for member in lease.members:
             made = episode(lease, member)
-            frames = [payload(made.headers[0])]
+            sent = payload(made.headers[0])
             if how == "header":
                 made = episode(lease, member, reward=1e6)
             if how == "flip":
-                made = replace(made, headers=[replace(made.headers[0], payload_sum=1)])
+                made = replace(made, headers=[replace(made.headers[0], digest=b"1")])
             if how == "range":
                 made = replace(made, headers=[replace(made.headers[0], turns=-1)])
-            frames = {"garbage": [b"x"], "missing": [], "too many": [*frames, b""]}.get(how, frames)
-            peer.say(Result(worker_id="bad", episodes=[made]), *frames)
+            if how == "garbage":
+                sent = GARBAGE
+            result, frames = result_frames("bad", [made], [sent])
+            if how == "missing":
+                frames = []
+            if how == "too many":
+                frames.append(b"")
+            peer.say(result, *frames)
     await peer.rejected(4)
     await eventually(lambda: peer.acknowledged() == 4)
     with closing(connect(peer.pipe.ledger.path, read_only=True)) as db:
@@ -336,7 +366,7 @@ async def test_unreadable_result_is_acknowledged_and_leased_again(
 async def test_only_the_invalid_episode_of_a_result_is_lost(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     good, bad = episode(lease, 0), episode(lease, 1)
-    peer.say(Result(worker_id="bad", episodes=[bad, good]), b"garbage", payload(good.headers[0]))
+    peer.submit([bad, good], [GARBAGE, payload(good.headers[0])])
     await peer.rejected(1)
     group = peer.pipe.machine.store.groups[lease.group_id]
     assert list(group.finished) == [0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.rollout_messages import Ack, Result, WorkerState
+from arealite.api.rollout_messages import Ack, WorkerState
 from arealite.api.trainer_messages import (
     BatchRequest,
     Done,
@@ -28,6 +28,7 @@ from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links import wire
+from tests.payloads import result_frames
 from tests.system.scenes import episode, experiment, payload, tasks
 
 WORKER = b"worker"
@@ -76,7 +77,7 @@ def test_each_answer_waits_for_the_commit_of_what_it_confirms(machine: Machine) 
     ticket = begin(machine)
     state = WorkerState(worker_id="w", capacity=8, held=[], split_metrics={}, process="p")
     acknowledgement, granted, *_ = effects_of(machine, WORKER, state)
-    assert acknowledgement == Send(route=WORKER, message=Ack(checksum=0))
+    assert acknowledgement == Send(route=WORKER, message=Ack(digest=b""))
     assert isinstance(granted, AfterCommit), "a lease is sent only once it is durable"
     assert isinstance(granted.effect, SendLease)
     lease = granted.effect.active.lease
@@ -84,7 +85,8 @@ def test_each_answer_waits_for_the_commit_of_what_it_confirms(machine: Machine) 
     payloads = [payload(header) for made in episodes for header in made.headers]
     requested = effects_of(machine, RANK, BatchRequest(step=0, rank=0, world_size=1, ticket=ticket))
     assert not requested, "there is no batch yet"
-    answers = effects_of(machine, WORKER, Result(worker_id="w", episodes=episodes), *payloads)
+    result, frames = result_frames("w", episodes, payloads)
+    answers = effects_of(machine, WORKER, result, *frames)
     kinds = [type(item.effect) for item in answers if isinstance(item, AfterCommit)]
     assert len(kinds) == len(answers), "nothing is confirmed before the commit"
     assert kinds[0] is Send and SendBatch in kinds

@@ -33,6 +33,7 @@ from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerR
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links.wire import STOP_WAITING
+from tests.payloads import GARBAGE
 from tests.system.scenes import episode, experiment, payload, tasks
 
 ROUTE = b"route"
@@ -247,7 +248,7 @@ def test_group_with_a_garbled_payload_can_be_set_aside_and_audited(
     group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)
-    handler.store.add_episode(episode(lease, 0), [b"garbage"])
+    handler.store.add_episode(episode(lease, 0), [GARBAGE])
     assert handler.store.compose()
     tell(handler, Unusable(step=2, groups={group.group_id: "unreadable"}))
     assert handler.store.num_trained_steps() == 2 and handler.store.compose() is None

@@ -95,7 +95,7 @@ async def test_incremental_audit_reads_no_payload_before_its_mark(tmp_path: Path
     report = audit(run.paths.ledger, new_only=True, on_row=lambda n, last: seen.append(n))
     assert report.ok, report.table()
     assert "steps 1 to 6 were audited during the run, and not again now" in report.notes
-    assert "3 payloads differ from their checksum" in audit(run.paths.ledger).table()
+    assert "3 payloads differ from their header" in audit(run.paths.ledger).table()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Lease, Progress, TurnHeader
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
@@ -296,13 +297,18 @@ def test_full_disk_stops_the_run_and_keeps_all_commits(tmp_path: Path) -> None:
     store.ledger.commit()
     pages = store.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
     store.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
-    store.add_episode(episode(lease, 0), [os.urandom(1_000_000)])
+    large = Payload(prompt=b"", turns=os.urandom(1_000_000))
+    store.add_episode(episode(lease, 0), [large])
     with pytest.raises(InvariantError, match=r"cannot write the ledger .*full"):
         store.ledger.commit()
     store.ledger.close()
     again = open_store(tmp_path, ppo)
     assert again.groups["g0"].finished == {}
     again.ledger.close()
+
+
+def answer(member: int) -> Payload:
+    return Payload(prompt=b"prompt", turns=b"turns %d" % member)
 
 
 def test_payloads_are_read_in_order(tmp_path: Path) -> None:
@@ -313,10 +319,10 @@ def test_payloads_are_read_in_order(tmp_path: Path) -> None:
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
     for member in range(2):
-        store.add_episode(episode(lease, member), [b"payload %d" % member])
+        store.add_episode(episode(lease, member), [answer(member)])
     store.ledger.commit()
     found = read_payloads(store.ledger.path, ["g0/1/agent", "g0/0/agent"])
-    assert found == [b"payload 1", b"payload 0"]
+    assert found == [answer(1), answer(0)]
     with pytest.raises(InvariantError, match="g9/0/agent is in a batch"):
         read_payloads(store.ledger.path, ["g9/0/agent"])
     store.ledger.close()
@@ -336,7 +342,8 @@ def test_overlapping_readers_do_not_let_the_log_grow(
     with closing(overlap(ledger.path)) as readers, ThreadPoolExecutor(1) as pool:
         next(readers)
         for number in range(50):
-            ledger.add_trajectory(header("g0", number), os.urandom(200_000))
+            payload = Payload(prompt=b"", turns=os.urandom(200_000))
+            ledger.add_trajectory(header("g0", number), payload)
             written = pool.submit(ledger.commit)
             while is_bounded and not wait([written], 0.01).done:  # for readers to go on
                 next(readers)

@@ -1,77 +1,78 @@
-"""The audit recomputes the receipts of turns: prompts as sent, answers as they arrived."""
+"""The audit recomputes the digests of turns: prompts as sent, answers as they arrived."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from arealite.api.payloads import encode_segments
-from arealite.api.trajectory import Segment
+from arealite.api.payloads import Payload
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.ext.audit.audit import audit
 from arealite.ext.audit.audit_report import AuditReport
 from arealite.system.ledger.payload_checks import find_mismatch
 from tests.ext.view.runs import branched_header, branched_session, make_run
+from tests.payloads import change_turn, pack
 
-Tamper = Callable[[list[Segment]], list[Segment]]
+Tamper = Callable[[Payload], Payload]
+INTACT = branched_session()
+"""Prompts of 2, 5, 3 and 8 tokens; the third one is a branch, and each answer has two tokens."""
+NODES = TrajectoryTree.decode(INTACT).turns
 
 
-def audited(root: Path, segments: list[Segment]) -> AuditReport:
+def audited(root: Path, payload: Payload) -> AuditReport:
     """Write a ledger whose first trajectory is intact, with right checksums; audit it."""
-    members = [branched_session(), segments]
-    rows = [(0, branched_header(each, member), each) for member, each in enumerate(members)]
+    rows = [
+        (0, branched_header(INTACT, member), content)
+        for member, content in enumerate([INTACT, payload])
+    ]
     return audit(make_run(root, rows).ledger)
 
 
-def changed(name: str, kind: str, at: int, value: float) -> Tamper:
-    """Return a change of one token in one array of the last segment."""
-
-    def tamper(segments: list[Segment]) -> list[Segment]:
-        array = np.frombuffer(getattr(segments[-1], name), kind).copy()
-        array[at] = value
-        return [*segments[:-1], replace(segments[-1], **{name: array.tobytes()})]
-
-    return tamper
+def first_of(turn: int, name: str, kind: str, value: float) -> Tamper:
+    """Return a change of the first value in one array of a turn."""
+    array = np.frombuffer(getattr(NODES[turn], name), kind).copy()
+    array[0] = value
+    return field(turn, **{name: array.tobytes()})
 
 
-def receipt(**fields: object) -> Tamper:
-    """Return a change of the second receipt of the last segment."""
-
-    def tamper(segments: list[Segment]) -> list[Segment]:
-        *others, last = segments
-        first, second, *rest = last.turns
-        return [*others, replace(last, turns=[first, replace(second, **fields), *rest])]
-
-    return tamper
+def field(turn: int, **fields: Any) -> Tamper:
+    """Return a change of the fields of a turn."""
+    return lambda payload: change_turn(payload, turn, **fields)
 
 
-def less_receipts(segments: list[Segment]) -> list[Segment]:
-    return [replace(segments[0], turns=[]), *segments[1:]]
+def prompt_token(payload: Payload) -> Payload:
+    return replace(payload, prompt=payload.prompt[:4] + b"\x09\0\0\0")
 
 
-def swapped(segments: list[Segment]) -> list[Segment]:
-    """Give the turns of a segment each other's answer digest."""
-    *others, last = segments
-    first, second, *rest = last.turns
-    pair = [replace(first, answer=second.prompt), replace(second, answer=first.prompt)]
-    return [*others, replace(last, turns=[*pair, *rest])]
+def without_digests(payload: Payload) -> Payload:
+    """Return a payload as an older AReaLite wrote it."""
+    for turn in range(len(NODES)):
+        payload = change_turn(payload, turn, prompt_digest=b"", answer_digest=b"")
+    return payload
+
+
+def swapped(payload: Payload) -> Payload:
+    """Give two turns each other's answer digest."""
+    payload = change_turn(payload, 0, answer_digest=NODES[1].prompt_digest)
+    return change_turn(payload, 1, answer_digest=NODES[0].prompt_digest)
 
 
 TAMPERED: dict[str, tuple[Tamper, str]] = {
-    "a token of the prompt": (changed("tokens", "<i4", 1, 9), "receipt: prompt of 2 tokens"),
-    "a sampled token": (changed("tokens", "<i4", 3, 9), "receipt: answer after 2 tokens"),
-    "an observed token": (changed("tokens", "<i4", 4, 9), "receipt: prompt of 5 tokens"),
-    "a logprob": (changed("logprobs", "<f4", 3, -0.75), "receipt: answer after 2 tokens"),
-    "a version": (changed("versions", "<i4", 6, 0), "receipt: answer after 5 tokens"),
-    "a receipt's length": (receipt(length=1), "receipt: answer after 5 tokens"),
-    "a receipt's start": (receipt(start=6), "receipt: prompt of 6 tokens"),
-    "overlapping receipts": (receipt(start=3), "receipt: range"),
-    "a receipt beyond the segment": (receipt(length=90), "receipt: range"),
-    "more tokens reused than sent": (receipt(reused=6), "receipt: range"),
-    "a segment without receipts": (less_receipts, "receipt: number"),
+    "a token of the prompt": (prompt_token, "receipt: prompt of 3 tokens"),
+    "a sampled token": (first_of(0, "ids", "<i4", 9), "receipt: answer after 2 tokens"),
+    "an observed token": (first_of(1, "added", "<i4", 9), "receipt: prompt of 5 tokens"),
+    "a token of a branch": (first_of(2, "added", "<i4", 9), "receipt: prompt of 3 tokens"),
+    "a logprob": (first_of(0, "logprobs", "<f4", -0.75), "receipt: answer after 2 tokens"),
+    "a version": (first_of(1, "versions", "<i4", 1), "receipt: answer after 5 tokens"),
+    "a longer prompt": (field(2, added=NODES[2].added * 2), "length"),
+    "a branch from another turn": (field(2, parent=1, shared=3, added=b""), "receipt: prompt of 3"),
+    "more tokens reused than sent": (field(1, reused=6), "receipt: range"),
+    "a turn without digests": (field(1, prompt_digest=b""), "receipt: prompt of 5 tokens"),
     "swapped digests": (swapped, "receipt: answer after 2 tokens"),
 }
 
@@ -79,13 +80,27 @@ TAMPERED: dict[str, tuple[Tamper, str]] = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_audit_finds_a_wrong_receipt_by_its_trajectory(name: str, tmp_path: Path) -> None:
     tamper, what = TAMPERED[name]
-    report = audited(tmp_path, tamper(branched_session()))
-    assert report.broken == [f"1 payloads differ from their header ({what}): g0/1/agent"]
-    assert report.turns.startswith("4 turns certified, 1 trajectories wrong")
+    report = audited(tmp_path, tamper(INTACT))
+    (problem,) = report.broken
+    assert problem.startswith(f"1 payloads differ from their header ({what}")
+    assert problem.endswith(": g0/1/agent")
+    num_wrong = int(what.startswith("receipt"))
+    assert report.turns.startswith(f"4 turns certified, {num_wrong} trajectories wrong")
+
+
+def test_audit_finds_a_missing_turn(tmp_path: Path) -> None:
+    last = pack(INTACT.prompt, NODES[:-1])
+    (problem,) = audited(tmp_path, last).broken
+    assert "(length)" in problem
+
+
+def test_turns_without_a_receipt_each_are_found() -> None:
+    header = replace(branched_header(INTACT, 0), turns=3)
+    assert find_mismatch(header, INTACT) == "receipt: number"
 
 
 def test_audit_counts_turns_tokens_and_branches(tmp_path: Path) -> None:
-    report = audited(tmp_path, branched_session())
+    report = audited(tmp_path, INTACT)
     assert report.ok, report.table()
     line = "8 turns certified, 0 trajectories wrong: 16 sampled tokens; "
     line += "prompt tokens: 26 reused, 10 new; 2 branches (edited 2)"
@@ -94,14 +109,6 @@ def test_audit_counts_turns_tokens_and_branches(tmp_path: Path) -> None:
 
 
 def test_payload_of_an_older_version_passes_without_receipts(tmp_path: Path) -> None:
-    report = audited(tmp_path, [replace(segment, turns=[]) for segment in branched_session()])
+    report = audited(tmp_path, without_digests(INTACT))
     assert report.ok, report.table()
     assert report.turns.startswith("4 turns certified")
-
-
-def test_sampled_token_without_a_receipt_is_found() -> None:
-    (branch, line) = branched_session()
-    short = replace(line, turns=line.turns[:-1])
-    segments = [branch, short]
-    made = replace(branched_header(segments, 0), turns=3)
-    assert find_mismatch(made, encode_segments(segments)) == "receipt: mask"

@@ -88,7 +88,7 @@ to_worker = st.one_of(
         members=st.lists(number),
         version=number,
     ),
-    st.builds(Ack, checksum=number),
+    st.builds(Ack, digest=st.binary(max_size=16)),
     st.builds(Drain, reason=text),
 )
 

@@ -1,0 +1,1 @@
+"""Ledgers of earlier versions, for audit, report and replay."""
