@@ -17,7 +17,7 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import Shapes, check_shapes, read_shapes
+from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 
@@ -104,13 +104,14 @@ class ServerControl:
         if self.capabilities is not None:
             return self.capabilities
         if Path(self.folder).is_absolute():
-            served = await asyncio.to_thread(read_shapes, Path(self.folder))  # {}: on another host
-            check_shapes(
-                shapes,
-                served,
+            served = ModelTensors(
+                shapes=await asyncio.to_thread(read_shapes, Path(self.folder)),  # {}: elsewhere
                 owner=f"{self.address}, which serves {self.folder}",
                 unused=unused,
             )
+            difference = served.difference(shapes)
+            if difference:
+                raise RoleError(f"the trainer's tensors differ: {difference}")
         with self.time_limit("the answer to a continue", CONTINUE_S):
             await self.request_ok("/continue_generation", {})
         spec_answer = await self.request("/openapi.json")

@@ -22,7 +22,7 @@ from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import Shapes, check_shapes, read_shapes
+from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
@@ -182,33 +182,23 @@ class ServersPublisher(WeightPublisher):
         """Yield the tensors; count their bytes and check their names and shapes.
 
         Raises:
-            RoleError: A tensor differs from the version before.
             UserError: The tensors are not those of `model_path`, or of the version before.
+            RoleError: The folder cannot be read. A restarted trainer may read it.
         """
+        expected = ModelTensors(
+            shapes=self.shapes or read_shapes(self.model_path),
+            owner="the version before" if self.shapes else self.model_path,
+            unused=self.unused,
+        )
         shapes = dict[str, list[int]]()
         num_bytes = 0
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
-            if self.shapes:  # checked here, because `distributed` sends each tensor at once
-                check_shapes(
-                    {name: shapes[name]},
-                    self.shapes,
-                    owner="the version before",
-                    whole=False,
-                )
+            # Checked here, because `distributed` sends each tensor at once.
+            _refuse(expected.mismatch(name, shapes[name]))
             num_bytes += tensor.nbytes
             yield name, tensor
-        # A folder that cannot be read is a RoleError: a restarted trainer may read it.
-        expected_shapes = self.shapes or read_shapes(self.model_path)
-        try:
-            check_shapes(
-                shapes,
-                expected_shapes,
-                owner="the version before" if self.shapes else self.model_path,
-                unused=self.unused,
-            )
-        except RoleError as error:  # a restart would fail in the same way
-            raise UserError(f"{error}. The model cannot be published to servers.") from error
+        _refuse(expected.difference(shapes))
         self.shapes = shapes
         self.num_bytes = num_bytes
 
@@ -391,3 +381,9 @@ class ServersPublisher(WeightPublisher):
             if server.is_paused:
                 with suppress(*FAILURES):
                     await server.resume()
+
+
+def _refuse(difference: str) -> None:
+    """Raise UserError for a difference of tensors, as a restart would fail in the same way."""
+    if difference:
+        raise UserError(f"tensors differ: {difference}. The model cannot be published to servers.")

@@ -38,7 +38,7 @@ async def test_server_with_another_model_shape_is_quarantined_without_requests(s
         assert other.calls == []
         assert isinstance(site.publisher, DiskPublisher)
         (error,) = [s.error for s in site.publisher._servers.values() if s.error]
-        assert "'b.weight' [5] of the trainer is not in" in error
+        assert "the trainer's tensors differ: tensor 'b.weight' [5] is not in" in error
 
 
 async def test_server_without_version_spans_is_paused_with_abort(site: Site) -> None:
