@@ -11,11 +11,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
-
-import aiohttp
 
 from arealite.api.engine import TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
@@ -23,6 +21,7 @@ from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
+from arealite.impl.http_client import Pool
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
@@ -158,7 +157,7 @@ class ServersPublisher(WeightPublisher):
 
         Raises:
             PartialUpdate: The server failed and is quarantined.
-            RoleError, OSError, aiohttp.ClientError: This publisher cannot update the server.
+            RoleError, OSError: This publisher cannot update the server.
         """
 
     def call(self, job: Coroutine[object, object, T]) -> T:
@@ -281,18 +280,19 @@ class ServersPublisher(WeightPublisher):
     # ------------------------------------------------------------ in the publisher's thread
 
     async def _main(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._pool = Pool(CONTINUE_S)
         self._tasks = asyncio.TaskGroup()
-        async with self._session, self._tasks:
-            self._tasks.create_task(self._watch(), name="watch servers")
-            self._ready.set_result(None)
-            try:
-                await self._stop.wait()
-            finally:
-                await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
-                paused = [server.resume() for server in self._servers.values() if server.is_paused]
-                await asyncio.gather(*paused, return_exceptions=True)
+        with closing(self._pool):
+            async with self._tasks:
+                self._tasks.create_task(self._watch(), name="watch servers")
+                self._ready.set_result(None)
+                try:
+                    await self._stop.wait()
+                finally:
+                    await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
+                    servers = self._servers.values()
+                    resumed = [server.resume() for server in servers if server.is_paused]
+                    await asyncio.gather(*resumed, return_exceptions=True)
 
     async def _watch(self) -> None:
         """Update late, restarted and failed servers, every WATCH_S."""
@@ -323,7 +323,7 @@ class ServersPublisher(WeightPublisher):
         return ServerControl(
             id=entry.id,
             address=str(entry.value["address"]),
-            session=self._session,
+            pool=self._pool,
             folder=str(entry.value.get("model_path") or ""),
             headers=self.registry.headers(str(entry.value.get("type") or "")),
         )

@@ -67,10 +67,10 @@ async def test_server_that_hangs_on_a_probe_is_quarantined_and_updated_later(
 async def test_publish_fails_at_once_if_the_publisher_thread_fails_to_start(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(**_: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("arealite.impl.publisher.servers.aiohttp.ClientSession", full)
+    monkeypatch.setattr("arealite.impl.publisher.servers.Pool", full)
     async with asyncio.timeout(60):
         with pytest.raises(RoleError, match=r"closed .*Too many open files"):
             await site.publish(1)
