@@ -7,8 +7,9 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,8 @@ from arealite.base.errors import RoleError, UserError, one_line
 
 LENGTHS = {"embed_tokens.weight": "vocab_size", "layers.0.input_layernorm.weight": "hidden_size"}
 """Maps the end of a tensor's name to the config.json field that its first dimension equals."""
-
+OPTIONAL = ("lm_head.weight", ".inv_freq")
+"""Ends of the names of tensors that a model may lack: the head may be tied to the embedding."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -87,6 +89,42 @@ class Header(NamedTuple):
     """As safetensors names it: F32, BF16, …"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelTensors:
+    """The tensors that a model has. Other tensors are compared with them before they are sent.
+
+    SGLang answers 200 to a tensor with a wrong shape or an unknown name, and then generates from
+    broken weights.
+    """
+
+    shapes: Shapes
+    """{}: unknown, so all tensors match."""
+    owner: object
+    """Where the model is, for errors."""
+    unused: Collection[str] = ()
+    """Names of tensors that no model uses."""
+
+    def mismatch(self, name: str, shape: list[int]) -> str:
+        """Return how a tensor differs from the model's tensor of this name; "" if it does not."""
+        expected_shape = self.shapes.get(name)
+        if not self.shapes or shape == expected_shape:
+            return ""
+        if expected_shape is None:
+            return f"tensor '{name}' {shape} is not in {self.owner}"
+        return f"tensor '{name}' has shape {shape}, but {expected_shape} in {self.owner}"
+
+    def difference(self, shapes: Shapes) -> str:
+        """Return how the tensors of a whole model differ from these; "" if they do not."""
+        for name, shape in shapes.items():
+            mismatch = self.mismatch(name, shape)
+            if mismatch:
+                return mismatch
+        for name in sorted(self.shapes.keys() - {*shapes, *self.unused}):
+            if not name.endswith(OPTIONAL):
+                return f"tensor '{name}' {self.shapes[name]} of {self.owner} is missing"
+        return ""
+
+
 def read_headers(folder: Path) -> dict[str, Header]:
     """Return the header of every tensor in a Hugging Face folder; {} without safetensors files.
 
@@ -96,6 +134,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
     headers = dict[str, Header]()
     opened = cast(Any, safe_open)
     for path in weight_files(folder):
+        if not path.is_file():  # to open a FIFO would block
+            raise RoleError(f"{path} is missing or not a regular file")
         try:
             with opened(path, framework="numpy") as file:
                 for name in cast(list[str], file.keys()):
@@ -104,55 +144,13 @@ def read_headers(folder: Path) -> dict[str, Header]:
                     tensor = file.get_slice(name)
                     headers[name] = Header(path, tensor.get_shape(), tensor.get_dtype())
         except (OSError, SafetensorError) as error:
-            state = "is no safetensors file" if path.exists() else "is missing"
-            raise RoleError(f"{path} {state}: {one_line(error)}") from error
+            raise RoleError(f"{path} is no safetensors file: {one_line(error)}") from error
     return headers
 
 
 def read_shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shape of every tensor in a Hugging Face folder; see read_headers."""
     return {name: header.shape for name, header in read_headers(folder).items()}
-
-
-def check_shapes(
-    sent: Shapes,
-    expected: Shapes,
-    *,
-    owner: object,
-    whole: bool = True,
-    unused: Iterable[str] = (),
-) -> None:
-    """Check the names and shapes of tensors before they are sent to a server.
-
-    SGLang answers 200 to a tensor with a wrong shape or an unknown name, and then generates from
-    broken weights.
-
-    Args:
-        sent: Shapes of the trainer's tensors.
-        expected: Shapes of the tensors to be replaced; {} if unknown.
-        owner: The owner of `expected`, for the error.
-        whole: Whether an expected tensor that is not sent is an error. The output head may be tied
-            to the embedding.
-        unused: Expected tensors that no model uses.
-
-    Raises:
-        RoleError: A tensor does not match. The message has its name and both shapes.
-    """
-    if not expected:
-        return
-    for name, shape in sent.items():
-        if name not in expected:
-            raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {owner}")
-        if list(shape) != list(expected[name]):
-            raise RoleError(
-                f"tensor '{name}' has shape {list(shape)} in the trainer, "
-                f"but {expected[name]} in {owner}"
-            )
-    if not whole:
-        return
-    for name in sorted(expected.keys() - {*sent, *unused}):
-        if not name.endswith(("lm_head.weight", ".inv_freq")):
-            raise RoleError(f"tensor '{name}' {expected[name]} of {owner} is not in the trainer")
 
 
 def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict[str, list[int]]]:

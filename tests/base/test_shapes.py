@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import check_shapes, read_shapes
+from arealite.base.model_folder import ModelTensors, read_shapes
 
-HELD = {"embed": [4, 2], "lm_head.weight": [4, 2]}
+MODEL = ModelTensors(
+    shapes={"embed": [4, 2], "lm_head.weight": [4, 2], "image": [1]},
+    owner="model",
+    unused=["image"],
+)
 
 
 def test_shapes_are_read_from_all_files(tmp_path: Path) -> None:
@@ -29,18 +34,31 @@ def test_error_names_the_broken_file(tmp_path: Path, content: bytes) -> None:
 
 
 def test_tied_head_may_be_missing() -> None:
-    check_shapes({"embed": [4, 2]}, HELD, owner="model")
-    check_shapes({"anything": [1]}, {}, owner="a folder that is elsewhere")
+    assert MODEL.difference({"embed": [4, 2]}) == ""
+
+
+def test_all_tensors_match_an_unknown_model() -> None:
+    assert ModelTensors(shapes={}, owner="a folder that is elsewhere").difference({"a": [1]}) == ""
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "difference"),
     [
-        ({"embed": [4, 3]}, r"'embed' has shape \[4, 3\] in the trainer, but \[4, 2\] in model"),
-        ({"embed": [4, 2], "new": [1]}, r"'new' \[1\] of the trainer is not in model"),
-        ({"lm_head.weight": [4, 2]}, r"'embed' \[4, 2\] of model is not in the trainer"),
+        ({"embed": [4, 3]}, "tensor 'embed' has shape [4, 3], but [4, 2] in model"),
+        ({"embed": [4, 2], "new": [1]}, "tensor 'new' [1] is not in model"),
+        ({"lm_head.weight": [4, 2]}, "tensor 'embed' [4, 2] of model is missing"),
     ],
 )
-def test_shape_mismatch_is_a_one_line_error(sent: dict[str, list[int]], said: str) -> None:
-    with pytest.raises(RoleError, match=said):
-        check_shapes(sent, HELD, owner="model")
+def test_first_difference_is_named(sent: dict[str, list[int]], difference: str) -> None:
+    assert MODEL.difference(sent) == difference
+
+
+def test_one_tensor_is_compared_without_the_others() -> None:
+    assert MODEL.mismatch("embed", [4, 2]) == ""
+    assert MODEL.mismatch("new", [1]) == "tensor 'new' [1] is not in model"
+
+
+def test_file_that_would_block_is_refused_unopened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(RoleError, match=r"model\.safetensors is missing or not a regular file"):
+        read_shapes(tmp_path)

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from arealite.algo import linear
-from arealite.base.errors import UserError, one_line
-from arealite.base.model_folder import check_layers, read_model
+from arealite.base.errors import RoleError, UserError, one_line
+from arealite.base.model_folder import ModelTensors, check_layers, read_headers, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.impl.engine.loading import DTYPES, attention_of
 from arealite.impl.weights.buckets import Layout, Named
-from arealite.impl.weights.tensor_names import PartialGroups, TensorNames
+from arealite.impl.weights.tensor_names import PartialGroups, TensorNames, Tensors, tensor_reader
 
 FLOATS = {*DTYPES.values(), torch.float64}
 
@@ -35,6 +35,9 @@ class ServedWeights:
         """
         self.names = TensorNames(model, Path(folder))
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        headers = self.names.headers.items()
+        shapes = {name: header.shape for name, header in headers}
+        self._expected = ModelTensors(shapes=shapes, owner="the model")
 
     def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Return the model's tensor that contains a tensor of the folder, whole or as a part.
@@ -42,13 +45,9 @@ class ServedWeights:
         Raises:
             RequestRefused: The folder lacks the tensor, or its shape or kind of number differs.
         """
-        header = self.names.headers.get(name)
-        if header is None:
-            raise RequestRefused(f"Failed to update weights: '{name}' is no tensor of the model.")
-        if shape != header.shape:
-            raise RequestRefused(
-                f"Failed to update weights: '{name}' has shape {shape}, the model {header.shape}."
-            )
+        mismatch = self._expected.mismatch(name, shape)
+        if mismatch:
+            raise RequestRefused(f"Failed to update weights: {mismatch}.")
         target = self.tensors[self.names.target(name)]
         is_float = dtype in FLOATS
         if target.is_floating_point() != is_float:
@@ -67,14 +66,11 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
     Raises:
         RequestRefused: The folder or a tensor does not fit; the model is untouched.
     """
-    named: list[Named] = []
-    for file in _files(path):
-        for name, tensor in _read(file):
-            if name not in weights.names.unused:
-                named.append((name, tensor))
-    load = stage_tensors(weights, named, {})
-    names = {name for name, _ in named}
-    missing = weights.names.missing(names)
+    tensors = _read_folder(path)
+    for name in weights.names.unused:
+        tensors.pop(name, None)
+    load = stage_tensors(weights, [*tensors.items()], {})
+    missing = weights.names.missing({*tensors})
     if missing:
         raise RequestRefused(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
@@ -150,29 +146,19 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
         raise RequestRefused(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
 
 
-def _files(path: str) -> list[Path]:
-    """Return the safetensors files of a folder; refuse other kinds of files unopened."""
+def _read_folder(path: str) -> Tensors:
+    """Return the tensors of a folder, mapped into memory; refuse other kinds of files unopened."""
     try:
-        file_names = os.listdir(path)
-    except (OSError, ValueError) as error:
+        os.listdir(path)
+        headers = read_headers(Path(path))
+        with tensor_reader(headers) as read:
+            tensors = {name: read(name) for name in headers}
+    except (OSError, ValueError, SafetensorError, RoleError) as error:
         reason = getattr(error, "strerror", None) or error  # without the path, which may be long
         raise RequestRefused(f"Failed to get weights iterator: {path[:200]!r}: {reason}") from error
-    files = sorted(Path(path, name) for name in file_names if name.endswith(".safetensors"))
-    for file in files:
-        if not file.is_file():  # to open a FIFO would block
-            raise RequestRefused(f"Failed to get weights iterator: {file} is not a regular file.")
-    if not files:
+    if not tensors:
         raise RequestRefused(f"Failed to get weights iterator: no safetensors in {path}.")
-    return files
-
-
-def _read(file: Path) -> list[Named]:
-    """Return the names and tensors of a file, mapped into memory."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise RequestRefused(f"Failed to get weights iterator: {file}: {error}") from error
+    return tensors
 
 
 def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:

@@ -10,12 +10,11 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
@@ -23,6 +22,7 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
+from arealite.impl.http_client import Pool
 from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -31,7 +31,7 @@ logger = log.get(__name__)
 
 ANSWER_S = 10.0
 """Time limit for the description of a server; a loaded server may need seconds."""
-SILENT = (aiohttp.ClientError, OSError, RoleError)
+SILENT = (OSError, RoleError)
 
 
 class ExternalServers:
@@ -42,16 +42,18 @@ class ExternalServers:
         """False: the run does not publish to the servers and does not change their version."""
         self.addresses = config.llm_server.addresses
         self.registry = NameRegistry.of(config)
+        self.headers = self.registry.headers("external")
         self.model = read_json(config.model.path)
+        self.pool = Pool(ANSWER_S)
         self._pid_of_address: dict[str, str] = {}
         """Process id last seen at each address."""
 
     async def run(self) -> None:
         """Register every server until cancelled."""
-        self._session = aiohttp.ClientSession(headers=self.registry.headers("external"))
-        async with self._session, asyncio.TaskGroup() as tasks:
-            for address in self.addresses:
-                tasks.create_task(self._register(address), name=f"external server {address}")
+        with closing(self.pool):
+            async with asyncio.TaskGroup() as tasks:
+                for address in self.addresses:
+                    tasks.create_task(self._register(address), name=f"external server {address}")
 
     async def _register(self, address: str) -> None:
         """Write a server's name while the server replies. Waits for: the server, and the clock."""
@@ -59,7 +61,7 @@ class ExternalServers:
         num_silences = 0
         while True:
             try:
-                entry = await describe(self._session, address)
+                entry = await self.describe(address)
                 entry["pid"] = entry["pid"] or f"seen {num_silences}"
                 await self._check(address, entry)
             except (*SILENT, UserError) as error:
@@ -102,9 +104,9 @@ class ExternalServers:
             "abort_all_requests": False,
         }
         with bounded(url, ANSWER_S):
-            async with self._session.post(url, json=body) as response:
-                if response.status == 200:  # a server without this route keeps its version
-                    entry["version"] = UNTRUSTED
+            status, _ = await self.pool.request(url, self.headers, body)
+        if status == 200:  # a server without this route keeps its version
+            entry["version"] = UNTRUSTED
         self._pid_of_address[address] = entry["pid"]
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
@@ -113,12 +115,12 @@ class ExternalServers:
         heartbeat_s = self.registry.heartbeat_s
 
         async def version() -> str | int | None:
-            info = await get(self._session, f"{url}/model_info", self.registry.ttl_s)
+            info = await self._get(f"{url}/model_info", self.registry.ttl_s)
             return info.get("weight_version")
 
         async def load() -> dict[str, int] | None:
             with suppress(*SILENT, UserError):
-                loads = await get(self._session, f"{url}/v1/loads", heartbeat_s)
+                loads = await self._get(f"{url}/v1/loads", heartbeat_s)
                 return total_load(loads)
 
         try:
@@ -132,9 +134,63 @@ class ExternalServers:
         except (*SILENT, UserError) as error:
             return str(error) or repr(error)
 
+    async def describe(self, address: str) -> dict[str, Any]:
+        """Return the content of a server's name, without the size of its vocabulary.
+
+        Raises:
+            UserError: the server is no SGLang server, or requires another key.
+            DeadlineError, OSError: the server does not reply.
+        """
+        url = f"http://{address}"
+        model_info = await self._get(f"{url}/model_info")
+        server_info = await self._get(f"{url}/server_info")
+        models = await self._get(f"{url}/v1/models")
+        if "model_path" not in model_info or "weight_version" not in model_info:
+            raise UserError(
+                f"it is not an SGLang server (its /model_info returns {str(model_info)[:80]}). "
+                "Correct the address."
+            )
+        first_model, *_ = models.get("data") or [{}]
+        # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
+        context_lengths = [
+            server_info.get("max_req_input_len"),
+            first_model.get("max_model_len"),
+        ]
+        return {
+            "address": url,
+            "type": "external",
+            # An update changes model_path.
+            "model_path": model_info.get("tokenizer_path") or model_info["model_path"],
+            "model_type": model_info.get("model_type"),
+            "architectures": model_info.get("architectures"),
+            "context_length": min(filter(None, context_lengths), default=None),
+            "version": model_info["weight_version"],
+            "host": address.rpartition(":")[0],
+            "pid": _start_id(server_info),
+        }
+
+    async def _get(self, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
+        """Return the JSON object at `url`; {} if there is none.
+
+        Raises:
+            UserError: the server requires another key.
+            DeadlineError: the server does not reply within `wait_s`.
+        """
+        with bounded(url, wait_s):
+            status, raw = await self.pool.request(url, self.headers)
+        if status in (401, 403):
+            raise UserError(
+                "the server requires another key. "
+                "Set llm_server.api_key_env to the environment variable with its key."
+            )
+        if status == 200:
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                return msgspec.json.decode(raw, type=dict)
+        return {}
+
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
-    """Check every external server; return the names that they will have.
+    """Check every external server; return the names that they will have. Hook `server_finder`.
 
     Args:
         config: Experiment of the run.
@@ -144,10 +200,12 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
         UserError: a server cannot be used; the error has a line for each such server.
     """
     addresses = config.llm_server.addresses
+    if not addresses:
+        return []
     for address in addresses:
         check_form(address, addresses)
     key_variable = config.llm_server.api_key_env
-    if addresses and key_variable and not os.environ.get(key_variable, "").strip():
+    if key_variable and not os.environ.get(key_variable, "").strip():
         raise UserError(
             f"the environment has no {key_variable}, which llm_server.api_key_env names. "
             "Set it, or set llm_server.api_key_env= for servers without a key."
@@ -155,11 +213,28 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
     return asyncio.run(_examine(config, model))
 
 
+def keep_registered(
+    config: ExperimentConfig, *, updates: bool
+) -> Coroutine[object, object, None] | None:
+    """Return what keeps the names of the external servers up to date. Hook `server_registrar`.
+
+    Args:
+        config: The experiment.
+        updates: Whether the run publishes weights to the servers.
+
+    Returns:
+        The coroutine; None without servers.
+    """
+    if not config.llm_server.addresses:
+        return None
+    return ExternalServers(config, updates=updates).run()
+
+
 async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
     addresses = config.llm_server.addresses
-    headers = NameRegistry.of(config).headers("external")
-    async with aiohttp.ClientSession(headers=headers) as session:
-        requests = (describe(session, address) for address in addresses)
+    servers = ExternalServers(config)
+    with closing(servers.pool):
+        requests = (servers.describe(address) for address in addresses)
         answers = await asyncio.gather(*requests, return_exceptions=True)
     problems: list[str] = []
     entries: list[Entry] = []
@@ -251,42 +326,6 @@ def bounded(url: str, seconds: float) -> Wait:
     )
 
 
-async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
-    """Return the content of a server's name, without the size of its vocabulary.
-
-    Raises:
-        UserError: the server is no SGLang server, or requires another key.
-        DeadlineError, aiohttp.ClientError, OSError: the server does not reply.
-    """
-    url = f"http://{address}"
-    model_info = await get(session, f"{url}/model_info")
-    server_info = await get(session, f"{url}/server_info")
-    models = await get(session, f"{url}/v1/models")
-    if "model_path" not in model_info or "weight_version" not in model_info:
-        raise UserError(
-            f"it is not an SGLang server (its /model_info returns {str(model_info)[:80]}). "
-            "Correct the address."
-        )
-    first_model, *_ = models.get("data") or [{}]
-    # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
-    context_lengths = [
-        server_info.get("max_req_input_len"),
-        first_model.get("max_model_len"),
-    ]
-    return {
-        "address": url,
-        "type": "external",
-        # An update changes model_path.
-        "model_path": model_info.get("tokenizer_path") or model_info["model_path"],
-        "model_type": model_info.get("model_type"),
-        "architectures": model_info.get("architectures"),
-        "context_length": min(filter(None, context_lengths), default=None),
-        "version": model_info["weight_version"],
-        "host": address.rpartition(":")[0],
-        "pid": _start_id(server_info),
-    }
-
-
 def _start_id(server_info: dict[str, Any]) -> str | None:
     """Return numbers that a server draws or measures at its start; None if it reports none."""
     startup_times = server_info.get("startup_time") or {}
@@ -294,27 +333,6 @@ def _start_id(server_info: dict[str, Any]) -> str | None:
     if not any(numbers):
         return None
     return "/".join(map(str, numbers))
-
-
-async def get(session: aiohttp.ClientSession, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
-    """Return the JSON object at `url`; {} if there is none.
-
-    Raises:
-        UserError: the server requires another key.
-        DeadlineError: the server does not reply within `wait_s`.
-    """
-    with bounded(url, wait_s):
-        async with session.get(url) as response:
-            raw = await response.read()
-    if response.status in (401, 403):
-        raise UserError(
-            "the server requires another key. "
-            "Set llm_server.api_key_env to the environment variable with its key."
-        )
-    if response.status == 200:
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.json.decode(raw, type=dict)
-    return {}
 
 
 def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from arealite.base.errors import UserError
 from arealite.ext.gateway.families import family_of
 from arealite.ext.gateway.rendering import TOOLS, Renderer
 from arealite.ext.gateway.request_data import function_call
-from arealite.impl.agent.history import ending
+from arealite.system.data.templates import special_text
 
 
 class TextAfterChannels:
@@ -30,7 +30,7 @@ class TextAfterChannels:
         rendered = renderer.render_after(kinds, answer, prepared)
         if rendered is None:
             raise UserError("the model's chat template refuses the messages after an answer")
-        sampled_stop = ending(renderer.tokenizer, last_id)
+        sampled_stop = special_text(renderer.tokenizer, last_id)
         end_of_turn = renderer.ending(kinds, answer).turn
         return renderer.remaining(rendered, sampled_stop, end_of_turn)
 

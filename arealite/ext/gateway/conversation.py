@@ -23,9 +23,8 @@ from arealite.ext.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Rende
 from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer
 from arealite.ext.gateway.text_completions import TextCompletions
 from arealite.ext.gateway.tree import Key, KeyedMessage, MessageNode, Prompt, Sample
-from arealite.impl.agent.history import ending, first
 from arealite.system.data.forms import tool_calls
-from arealite.system.data.templates import decode
+from arealite.system.data.templates import decode, encode, encode_after, stop_text
 
 LONG = 2000
 """Texts with more characters are rendered and tokenised in a thread; parts of a request with more
@@ -122,9 +121,7 @@ class SeatConversations:
         """Add an answer to the tree."""
         response = answer.response
         output_ids = response.output_ids if response else []
-        stop = ""
-        if response is not None and response.stop_reason == "stop" and output_ids:
-            stop = ending(self.renderer.tokenizer, output_ids[-1])
+        stop = stop_text(self.renderer.tokenizer, response)
         node = prompt.node
         if node is None:
             self._completions.add(prompt, answer, output_ids, stop)
@@ -357,10 +354,7 @@ class SeatConversations:
         opening = opener + appended
         new_text = start.new_text + appended
         num_reused = len(start.reused_ids)
-        if num_reused:
-            new_ids = renderer.encode(new_text, start.reused_ids)
-        else:
-            new_ids = first(renderer.tokenizer, new_text)
+        new_ids = encode_after(renderer.tokenizer, start.reused_ids, new_text)
         return Prompt(
             ids=start.reused_ids + new_ids,
             origin=Origin(reused=num_reused, new=len(new_ids), reason=reason),
@@ -373,7 +367,7 @@ class SeatConversations:
 
     def _header_size(self, num_reused: int, new_ids: list[int], opening: str) -> int | None:
         """Return the number of tokens before the opening; None: one token has parts of both."""
-        opening_ids = self.renderer.encode(opening, ())
+        opening_ids = encode(self.renderer.tokenizer, opening)
         num_before = len(new_ids) - len(opening_ids)
         return num_reused + num_before if new_ids[num_before:] == opening_ids else None
 

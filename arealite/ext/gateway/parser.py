@@ -20,8 +20,7 @@ from arealite.ext.gateway.request_data import (
     StopReason,
 )
 from arealite.ext.gateway.tree import Prompt
-from arealite.impl.agent.history import ending
-from arealite.system.data.templates import decode
+from arealite.system.data.templates import decode, special_text
 
 SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""
@@ -280,7 +279,7 @@ class Parser:
         self.num_fed += len(new_ids)
         ids = [*self.last_ids, *new_ids]
         self.last_ids = []
-        if ids and ending(self.tokenizer, ids[-1]):
+        if ids and special_text(self.tokenizer, ids[-1]):
             self.last_ids.append(ids.pop())
         return self._read(self.decoder.decode(ids), is_end=False)
 

@@ -20,7 +20,6 @@ from arealite.ext.gateway.families import Family
 from arealite.ext.gateway.request_data import ApiError, function_call
 from arealite.ext.gateway.tree import Sample
 from arealite.ext.light_tokenizer.chat_template import compile_template
-from arealite.impl.agent.history import encode_after
 from arealite.system.data.forms import tool_calls
 
 SYSTEM = 1
@@ -74,12 +73,6 @@ class Renderer:
         self._past = lru_cache(maxsize=32)(self._make_past)
         self._tools = [self._stand_in_tool()]
         self._is_json_text = "tool_calls" in source and self._needs_json()
-
-    def encode(self, new_text: str, ids_before: Sequence[int]) -> list[int]:
-        """Tokenise text that follows the tokens `ids_before`."""
-        if not new_text:
-            return []
-        return encode_after(self.tokenizer, ids_before, new_text)
 
     def opening(self, prompt_text: str) -> str:
         """Return the end of a prompt that belongs to the answer: a thought's opener, or ""."""

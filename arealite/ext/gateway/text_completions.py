@@ -7,7 +7,7 @@ from arealite.api.episode import Origin
 from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.request_data import ApiError, ParsedAnswer
 from arealite.ext.gateway.tree import Prompt
-from arealite.system.data.templates import tokenize
+from arealite.system.data.templates import encode_after, tokenize
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,4 +106,4 @@ class TextCompletions:
         if not continued.ids:
             return tokenize(self.renderer.tokenizer, prompt_text)
         new_text = prompt_text[len(continued.prefix) :]
-        return continued.ids + self.renderer.encode(new_text, continued.ids)
+        return continued.ids + encode_after(self.renderer.tokenizer, continued.ids, new_text)

@@ -23,7 +23,7 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.files import follow_umask
 from arealite.base.log import get
-from arealite.base.model_folder import weight_files
+from arealite.base.model_folder import ModelTensors, weight_files
 from arealite.ext.models.adapter_folder import EXPERTS, PREFIX, counted
 from arealite.impl.engine.head import decoder_of
 from arealite.impl.engine.loading import fill
@@ -236,19 +236,16 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
     for name, param in module.named_parameters():
         if param.requires_grad:
             trained[_peft_name(name)] = param.detach()
-    differing = _shapes(stored).items() ^ _shapes(trained).items()
-    names = sorted({name for name, _ in differing})
-    if names:
-        raise UserError(
-            f"model.adapter={folder} has tensors that differ from its config on this model: "
-            f"{', '.join(names[:3])} ({len(names)} in all). Use another."
-        )
+    expected = ModelTensors(shapes=_shapes(trained), owner="its config on this model")
+    difference = expected.difference(_shapes(stored))
+    if difference:
+        raise UserError(f"model.adapter={folder}: {difference}. Use another.")
     for name, tensor in trained.items():
         fill(tensor, stored[name])
 
 
-def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: [*tensor.shape] for name, tensor in tensors.items()}
 
 
 def _peft_name(name: str) -> str:

@@ -7,7 +7,7 @@ segment.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from arealite.api.hooks import TextAfterAnswer, TextAfterAnswerMaker
@@ -18,8 +18,9 @@ from arealite.system.data.templates import (
     beginning_of,
     common_prefix_length,
     decode,
-    encode,
+    encode_after,
     render_prompt,
+    stop_text,
 )
 
 logger = log.get(__name__)
@@ -39,36 +40,9 @@ class Piece:
     text: str
 
 
-first = lru_cache(maxsize=1024)(encode)
-"""Tokenise a first prompt. The episodes of a group have the same first prompt."""
-
-
-@lru_cache(maxsize=2**14)
-def ending(tokenizer: Any, token: int) -> str:
-    """Return the text of a special token, which may end a turn; "" for an ordinary token."""
-    is_ordinary = bool(tokenizer.decode([token], skip_special_tokens=True))
-    return "" if is_ordinary else tokenizer.decode([token])
-
-
 @cache
 def _text_makers() -> list[TextAfterAnswerMaker]:
     return entries.hooks("text_after_answer")
-
-
-def encode_after(tokenizer: Any, ids_before: Sequence[int], new_text: str) -> list[int]:
-    """Tokenise text that follows other tokens.
-
-    The text is tokenised after the token that ended the turn: tokenizers treat the start of a
-    text, and white space after a special token, differently.
-    """
-    if len(ids_before):
-        last_id = ids_before[-1]
-        end_of_turn = ending(tokenizer, last_id)
-        if end_of_turn:
-            ids = encode(tokenizer, end_of_turn + new_text)
-            if ids[:1] == [last_id]:
-                return ids[1:]
-    return encode(tokenizer, new_text)
 
 
 class History:
@@ -106,15 +80,13 @@ class History:
             )
         else:
             prompt = render_prompt(self.tokenizer, self.messages, tools=self.tools)
-        new_text = prompt.removeprefix(past)
-        if not past:
-            ids = first(self.tokenizer, prompt)
-        elif prompt.startswith(past):
-            ids = encode_after(self.tokenizer, self.pieces[-1].ids, new_text)
-        else:
+        if not prompt.startswith(past):
             self._warn(past, prompt)
             self.pieces = []
-            ids = encode(self.tokenizer, prompt)
+            past = ""
+        ids_before = self.pieces[-1].ids if self.pieces else []
+        new_text = prompt.removeprefix(past)
+        ids = encode_after(self.tokenizer, ids_before, new_text)
         self.pieces.append(Piece(ids=ids, text=new_text))
         return [token for piece in self.pieces for token in piece.ids]
 
@@ -137,9 +109,7 @@ class History:
         ids = response.output_ids
         sampled_text = self.decode(ids)
         self.pieces.append(Piece(ids=ids, text=sampled_text))
-        answer = sampled_text
-        if ids and response.stop_reason == "stop":
-            answer = sampled_text.removesuffix(ending(self.tokenizer, ids[-1]))
+        answer = sampled_text.removesuffix(stop_text(self.tokenizer, response))
         start = max(self.beginning, opening, key=len)  # both are ends of the prompt
         message: ChatMessage = {"role": "assistant"}
         if self.messages[-1]["role"] == "assistant":

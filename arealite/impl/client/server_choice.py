@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from arealite.impl.client.connections import ServerEndpoint
+from arealite.impl.http_client import ServerEndpoint
 from arealite.system.health.waits import Wait
 
 STICKY_GROUPS = 8192
@@ -39,7 +39,6 @@ class LLMServerState:
 
     def __post_init__(self) -> None:
         self.endpoint = ServerEndpoint(f"{self.address}/generate", self.headers)
-        self.abort_endpoint = ServerEndpoint(f"{self.address}/abort_request", self.headers)
         self.name = f"llm_server-{self.id}"
 
     def can_sample(self, min_version: int) -> bool:

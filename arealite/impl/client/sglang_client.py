@@ -18,9 +18,9 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
 from arealite.impl.client import sglang_messages
-from arealite.impl.client.connections import Pool
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.server_choice import LLMServerState, Router
+from arealite.impl.http_client import Pool
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import NameRegistry
 
@@ -274,7 +274,7 @@ class SGLangClient(LLMClient):
         server.served += 1
         try:
             with wait:
-                status, raw = await self._pool.post(server.endpoint, body, on_data)
+                status, raw = await self._pool.send(server.endpoint, body, on_data)
         except (asyncio.CancelledError, DeadlineError):
             self._abort(server, rid)
             raise
@@ -407,10 +407,10 @@ class SGLangClient(LLMClient):
 
         async def send() -> None:
             pool = self._abort_pools[server.id]
-            body = msgspec.json.encode({"rid": rid})
+            url = f"{server.address}/abort_request"
             try:
                 async with asyncio.timeout(self.config.connect_timeout_s):
-                    await pool.post(server.abort_endpoint, body)
+                    await pool.request(url, server.headers, {"rid": rid})
             except OSError as error:
                 logger.debug("abort failed", rid=rid, error=str(error))
 

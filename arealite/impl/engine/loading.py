@@ -4,14 +4,14 @@ Beside its shards, a rank has at most one full parameter in memory, and the tens
 from which this parameter is made: for example one tensor for each expert.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel as Model
 
@@ -54,7 +54,7 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
         auto_class = AutoModelForSequenceClassification
     try:  # a head for tokens ignores num_labels
         config = AutoConfig.from_pretrained(path, local_files_only=True, num_labels=1)
-        with _parameters_on_meta():
+        with register_module_parameter_registration_hook(_on_meta):
             model = auto_class.from_config(
                 config,
                 dtype=torch.float32,
@@ -157,19 +157,8 @@ def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     tensor.copy_(full)
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Put new parameters on the meta device; buffers are computed as usual."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            values = param.detach().to("meta")
-            param = nn.Parameter(values, requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+def _on_meta(_: nn.Module, __: str, param: nn.Parameter) -> Any:
+    """Return a new parameter's replacement on the meta device. Buffers are computed as usual."""
+    if param.is_meta:
+        return None
+    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import Shapes, check_shapes, read_shapes
+from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
+from arealite.impl.http_client import Pool
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 
@@ -37,7 +37,7 @@ class ServerRefusal(RoleError):
     """A live server answered with a status other than 200."""
 
 
-FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
+FAILURES = (OSError, RoleError, ValueError)
 """Errors of one server; each quarantines the server."""
 
 
@@ -47,7 +47,7 @@ class ServerControl:
 
     id: str
     address: str
-    session: aiohttp.ClientSession
+    pool: Pool
     folder: str = ""
     """The folder of its model; "" if the name entry has none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -104,13 +104,14 @@ class ServerControl:
         if self.capabilities is not None:
             return self.capabilities
         if Path(self.folder).is_absolute():
-            served = await asyncio.to_thread(read_shapes, Path(self.folder))  # {}: on another host
-            check_shapes(
-                shapes,
-                served,
+            served = ModelTensors(
+                shapes=await asyncio.to_thread(read_shapes, Path(self.folder)),  # {}: elsewhere
                 owner=f"{self.address}, which serves {self.folder}",
                 unused=unused,
             )
+            difference = served.difference(shapes)
+            if difference:
+                raise RoleError(f"the trainer's tensors differ: {difference}")
         with self.time_limit("the answer to a continue", CONTINUE_S):
             await self.request_ok("/continue_generation", {})
         spec_answer = await self.request("/openapi.json")
@@ -323,14 +324,8 @@ class ServerControl:
             replies_soon="weights" not in path and path != "/generate",
         )
         with reply:
-            request = self.session.request(
-                "GET" if body is None else "POST",
-                self.address + path,
-                json=body,
-                headers=self.headers,
-            )
-            async with request as response:
-                return response.status, await response.text()
+            status, answer = await self.pool.request(self.address + path, self.headers, body)
+            return status, answer.decode(errors="replace")
 
     def _check(self, path: str, status: int, answer: str) -> str:
         """Return an answer with status 200.

@@ -11,18 +11,17 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
-
-import aiohttp
 
 from arealite.api.engine import TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import Shapes, check_shapes, read_shapes
+from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
+from arealite.impl.http_client import Pool
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
@@ -158,7 +157,7 @@ class ServersPublisher(WeightPublisher):
 
         Raises:
             PartialUpdate: The server failed and is quarantined.
-            RoleError, OSError, aiohttp.ClientError: This publisher cannot update the server.
+            RoleError, OSError: This publisher cannot update the server.
         """
 
     def call(self, job: Coroutine[object, object, T]) -> T:
@@ -182,33 +181,23 @@ class ServersPublisher(WeightPublisher):
         """Yield the tensors; count their bytes and check their names and shapes.
 
         Raises:
-            RoleError: A tensor differs from the version before.
             UserError: The tensors are not those of `model_path`, or of the version before.
+            RoleError: The folder cannot be read. A restarted trainer may read it.
         """
+        expected = ModelTensors(
+            shapes=self.shapes or read_shapes(self.model_path),
+            owner="the version before" if self.shapes else self.model_path,
+            unused=self.unused,
+        )
         shapes = dict[str, list[int]]()
         num_bytes = 0
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
-            if self.shapes:  # checked here, because `distributed` sends each tensor at once
-                check_shapes(
-                    {name: shapes[name]},
-                    self.shapes,
-                    owner="the version before",
-                    whole=False,
-                )
+            # Checked here, because `distributed` sends each tensor at once.
+            _refuse(expected.mismatch(name, shapes[name]))
             num_bytes += tensor.nbytes
             yield name, tensor
-        # A folder that cannot be read is a RoleError: a restarted trainer may read it.
-        expected_shapes = self.shapes or read_shapes(self.model_path)
-        try:
-            check_shapes(
-                shapes,
-                expected_shapes,
-                owner="the version before" if self.shapes else self.model_path,
-                unused=self.unused,
-            )
-        except RoleError as error:  # a restart would fail in the same way
-            raise UserError(f"{error}. The model cannot be published to servers.") from error
+        _refuse(expected.difference(shapes))
         self.shapes = shapes
         self.num_bytes = num_bytes
 
@@ -291,18 +280,19 @@ class ServersPublisher(WeightPublisher):
     # ------------------------------------------------------------ in the publisher's thread
 
     async def _main(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._pool = Pool(CONTINUE_S)
         self._tasks = asyncio.TaskGroup()
-        async with self._session, self._tasks:
-            self._tasks.create_task(self._watch(), name="watch servers")
-            self._ready.set_result(None)
-            try:
-                await self._stop.wait()
-            finally:
-                await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
-                paused = [server.resume() for server in self._servers.values() if server.is_paused]
-                await asyncio.gather(*paused, return_exceptions=True)
+        with closing(self._pool):
+            async with self._tasks:
+                self._tasks.create_task(self._watch(), name="watch servers")
+                self._ready.set_result(None)
+                try:
+                    await self._stop.wait()
+                finally:
+                    await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
+                    servers = self._servers.values()
+                    resumed = [server.resume() for server in servers if server.is_paused]
+                    await asyncio.gather(*resumed, return_exceptions=True)
 
     async def _watch(self) -> None:
         """Update late, restarted and failed servers, every WATCH_S."""
@@ -333,7 +323,7 @@ class ServersPublisher(WeightPublisher):
         return ServerControl(
             id=entry.id,
             address=str(entry.value["address"]),
-            session=self._session,
+            pool=self._pool,
             folder=str(entry.value.get("model_path") or ""),
             headers=self.registry.headers(str(entry.value.get("type") or "")),
         )
@@ -391,3 +381,9 @@ class ServersPublisher(WeightPublisher):
             if server.is_paused:
                 with suppress(*FAILURES):
                     await server.resume()
+
+
+def _refuse(difference: str) -> None:
+    """Raise UserError for a difference of tensors, as a restart would fail in the same way."""
+    if difference:
+        raise UserError(f"tensors differ: {difference}. The model cannot be published to servers.")

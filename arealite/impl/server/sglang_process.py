@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
+from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
 from arealite.impl.server.sglang_api import follow, total_load
@@ -36,7 +36,7 @@ LOAD_S = 1.0
 TERMINATE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. A paused server with requests never exits by itself."""
 KILL_S = 30.0
-SILENT = (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError)
+SILENT = (DeadlineError, OSError, msgspec.MsgspecError)
 """Errors of a request to a server that does not reply, or not with JSON."""
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Pauses before the restarts of a server that dies repeatedly."""
@@ -60,15 +60,13 @@ class Launch:
 class SGLangProcess(Supervisor):
     """Starts, registers and restarts one server."""
 
-    def __init__(
-        self, launch: Launch, config: ServerConfig, session: aiohttp.ClientSession
-    ) -> None:
+    def __init__(self, launch: Launch, config: ServerConfig, pool: Pool) -> None:
         super().__init__(logger.debug)
         self.launch = launch
         self.config = config
         self.options = config.llm_server.sglang
         self.port = launch.port
-        self._session = session
+        self._pool = pool
         self._registry = NameRegistry.of(config)
         self._entry: dict[str, object] = {}
         name = f"llm_server-{self.entry_id}"
@@ -307,18 +305,11 @@ class SGLangProcess(Supervisor):
     async def _get(self, path: str, seconds: float, body: object = None) -> dict[str, Any] | None:
         """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
         url = self.address + path
-        # A timeout of aiohttp could suppress an outer deadline that expires simultaneously.
         with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
-            request = self._session.request(
-                "POST" if body else "GET",
-                url,
-                json=body,
-                headers=self._registry.headers(),
-            )
-            async with request as response:
-                response.raise_for_status()
-                raw = await response.read()
+            status, raw = await self._pool.request(url, self._registry.headers(), body)
+            if status < 400:
                 return msgspec.json.decode(raw or b"{}", type=dict)
+        return None
 
     async def _drain(self, child: Child) -> None:
         """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.

@@ -7,10 +7,9 @@ import asyncio
 import os
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-
-import aiohttp
 
 from arealite.api.experiment_config import ServerConfig, run_paths
 from arealite.api.llm_server import LLMServer
@@ -18,6 +17,7 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.folder_checks import check_address, check_folder
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.base.signals import on_stop
+from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import take_ports
 from arealite.impl.server.sglang_process import Launch, SGLangProcess
 from arealite.system.names.name_registry import NameRegistry
@@ -104,10 +104,11 @@ class SGLangServer(LLMServer):
                 task.cancel()
 
         on_stop(loop, stop)  # until the end of the loop
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-            for launch in launches:
-                server = SGLangProcess(launch, self.config, session)
-                tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
+        with closing(Pool(PROBE_S)) as pool:
+            async with asyncio.TaskGroup() as group:
+                for launch in launches:
+                    server = SGLangProcess(launch, self.config, pool)
+                    tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
         if not any(task.cancelled() for task in tasks):
             raise RoleError("every SGLang server died repeatedly; the first errors are above.")
 

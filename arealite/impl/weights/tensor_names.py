@@ -6,8 +6,8 @@ One tensor can then be loaded without the others, and exports have the tensors o
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from arealite.base.errors import InvariantError, UserError, one_line
-from arealite.base.model_folder import read_headers
+from arealite.base.model_folder import Header, read_headers
 from arealite.impl.weights.buckets import Named
 
 SCORE = "score.weight"
@@ -94,7 +94,7 @@ class TensorNames:
         self._check_names(model)
         self.unused = frozenset(self.headers.keys() - self._of_folder.keys())
         """Tensors of the folder that the model ignores, for example for images."""
-        self._files = {name: header.file for name, header in self.headers.items()}
+        self._all_headers = self.headers
         self.headers = {name: self.headers[name] for name in self._of_folder}
         """Describes the tensors of the folder that the model uses."""
         self.loadable = self._of_model.keys()
@@ -104,9 +104,8 @@ class TensorNames:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor of the folder, on the CPU, with the dtype and shape of its file."""
-        # Opened for each tensor: pages of an open file count as this process's memory.
-        with safe_open(self._files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+        with tensor_reader(self._all_headers) as read:
+            return read(name)
 
     def load(self, name: str) -> torch.Tensor:
         """Return a full tensor of the model, on the CPU, converted from its tensors in the folder.
@@ -285,21 +284,8 @@ class TensorNames:
             )
 
     def _load_group(self, group: TensorGroup) -> Tensors:
-        """Return the tensors of the model that are made of the group's tensors in the folder.
-
-        A group may have a tensor for each expert, so its files are opened once. They do not stay
-        open: pages of an open file count as this process's memory.
-        """
-        with ExitStack() as stack:
-
-            @cache
-            def open_once(file: Path) -> Any:
-                return stack.enter_context(safe_open(file, framework="pt"))
-
-            def read(name: str) -> torch.Tensor:
-                opened = open_once(self._files[name])
-                return opened.get_tensor(name)
-
+        """Return the tensors of the model that are made of the group's tensors in the folder."""
+        with tensor_reader(self.headers) as read:
             return self._convert(group, read)
 
     def _convert(self, group: TensorGroup, read: Read) -> Tensors:
@@ -393,6 +379,25 @@ class TensorNames:
         return UserError(
             f"'{self.folder}' {relation} {listed_names} ({len(names)} in all). {advice}"
         )
+
+
+@contextmanager
+def tensor_reader(headers: Mapping[str, Header]) -> Generator[Read]:
+    """Yield a function that reads a tensor of files by its name, onto the CPU.
+
+    Each file is opened once. It does not stay open after the body: pages of an open file count as
+    this process's memory.
+    """
+    with ExitStack() as stack:
+
+        @cache
+        def open_once(file: Path) -> Any:
+            return stack.enter_context(safe_open(file, framework="pt"))
+
+        def read(name: str) -> torch.Tensor:
+            return open_once(headers[name].file).get_tensor(name)
+
+        yield read
 
 
 def _complete(

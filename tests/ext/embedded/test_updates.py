@@ -54,8 +54,8 @@ async def join(trainer: Trainer, server: Backend) -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ({"names": ["model.nonsense"]}, "'model.nonsense' is no tensor of the model"),
-        ({"shapes": [[16]]}, "has shape [16], the model [32]"),
+        ({"names": ["model.nonsense"]}, "'model.nonsense' [32] is not in the model"),
+        ({"shapes": [[16]]}, "has shape [16], but [32] in the model"),
         ({"dtypes": ["int32"]}, "has dtype torch.int32, the model torch.float32"),
         ({"dtypes": ["nonsense"]}, "has no dtype of torch: 'nonsense'"),
         ({"dtypes": ["add"]}, "has no dtype of torch: 'add'"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2PreTrainedModel
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
-from arealite.base.model_folder import check_shapes, read_shapes
+from arealite.base.model_folder import ModelTensors, read_shapes
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.weight_loading import ServedWeights, load_model, stage_weights
 from tests.ext.embedded.test_decoder import check_logprobs as check_generated
@@ -167,7 +167,8 @@ def test_model_with_fused_experts_can_be_published(family: str, tmp_path: Path) 
     original.save_pretrained(tmp_path / "fused", save_original_format=False)
     engine = make_engine(tmp_path / "fused")
     sent = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
-    check_shapes(sent, read_shapes(tmp_path / "fused"), owner="the folder")
+    fused = ModelTensors(shapes=read_shapes(tmp_path / "fused"), owner="the folder")
+    assert fused.difference(sent) == ""
     check_logprobs(path, rows, engine.forward(rows)["logprobs"])
     tiny_tokenizer().save_pretrained(tmp_path / "fused")
     served = load_model(str(tmp_path / "fused"), dtype="float32", device="cpu")[0]
@@ -191,7 +192,10 @@ def test_export_keeps_layers_that_predict_further_tokens(tmp_path: Path) -> None
     assert exported.keys() == tensors.keys() | extra.keys()
     assert make_engine(tmp_path / "export").fingerprint() == engine.fingerprint()
     sent = {name: list(tensor.shape) for name, tensor in engine.stream_weights()}
-    check_shapes(sent, read_shapes(path), owner="the folder", unused=engine.unused_tensors)
+    source = ModelTensors(
+        shapes=read_shapes(path), owner="the folder", unused=engine.unused_tensors
+    )
+    assert source.difference(sent) == ""
     served = ServedWeights(load_model(str(path), dtype="float32", device="cpu")[0], path)
     for folder in (path, tmp_path / "export"):
         stage_weights(served, str(folder))()

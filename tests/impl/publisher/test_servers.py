@@ -38,7 +38,7 @@ async def test_server_with_another_model_shape_is_quarantined_without_requests(s
         assert other.calls == []
         assert isinstance(site.publisher, DiskPublisher)
         (error,) = [s.error for s in site.publisher._servers.values() if s.error]
-        assert "'b.weight' [5] of the trainer is not in" in error
+        assert "the trainer's tensors differ: tensor 'b.weight' [5] is not in" in error
 
 
 async def test_server_without_version_spans_is_paused_with_abort(site: Site) -> None:
@@ -67,10 +67,10 @@ async def test_server_that_hangs_on_a_probe_is_quarantined_and_updated_later(
 async def test_publish_fails_at_once_if_the_publisher_thread_fails_to_start(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(**_: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("arealite.impl.publisher.servers.aiohttp.ClientSession", full)
+    monkeypatch.setattr("arealite.impl.publisher.servers.Pool", full)
     async with asyncio.timeout(60):
         with pytest.raises(RoleError, match=r"closed .*Too many open files"):
             await site.publish(1)

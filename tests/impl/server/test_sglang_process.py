@@ -12,17 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 import structlog.testing
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
+from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import Child, take_ports
 from arealite.impl.server import sglang_process, sglang_server
 from arealite.impl.server.sglang_process import SGLangProcess
@@ -301,9 +301,9 @@ async def test_silence_deadline_fires_if_a_probe_ends_at_the_same_time(
 ):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         settings = quick_config(program, model_folder, silence_s=0.9)
-        async with aiohttp.ClientSession() as session:
+        with closing(Pool(60.0)) as pool:
             (launch,) = sglang_server.plan(settings)
-            server = SGLangProcess(launch, settings, session)
+            server = SGLangProcess(launch, settings, pool)
             server.port = silent.getsockname()[1]
             # Block the loop inside a probe beyond its deadline (0.3 s) and the silence deadline.
             asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)

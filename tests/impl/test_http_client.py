@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.impl.client import connections
-from arealite.impl.client.connections import Connection, Pool, ServerEndpoint
+from arealite.impl import http_client
+from arealite.impl.http_client import Connection, Pool, ServerEndpoint
 from tests.waiting import eventually
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -78,13 +78,26 @@ def site() -> Callable[..., Any]:
 async def test_replies_arrive_on_one_connection(site, raw: bytes) -> None:
     server = ByteServer(raw)
     async with site(server) as (pool, endpoint):
-        assert [await pool.post(endpoint, b"{}") for _ in range(3)] == [(200, b"hello")] * 3
+        assert [await pool.send(endpoint, b"{}") for _ in range(3)] == [(200, b"hello")] * 3
         host = ":".join(map(str, endpoint.place)).encode()
     assert server.accepted == 1
     assert server.requests[0] == (
         b"POST /generate HTTP/1.1\r\nHost: " + host + b"\r\nContent-Type: application/json\r\n"
         b"Authorization: Bearer s\r\nContent-Length: 2\r\n\r\n{}"
     )
+
+
+async def test_request_with_a_body_is_a_post_and_without_one_a_get(site) -> None:
+    server = ByteServer(PLAIN)
+    async with site(server) as (pool, endpoint):
+        url = "http://{}:{}/loads?include=core".format(*endpoint.place)
+        assert await pool.request(url, {"Authorization": "Bearer s"}) == (200, b"hello")
+        assert await pool.request(url, {}, {"mode": "abort"}) == (200, b"hello")
+    get, post = server.requests
+    assert get.startswith(b"GET /loads?include=core HTTP/1.1\r\n")
+    assert get.endswith(b"\r\nAuthorization: Bearer s\r\nContent-Length: 0\r\n\r\n")
+    assert post.startswith(b"POST /loads?include=core HTTP/1.1\r\n")
+    assert post.endswith(b'\r\nContent-Length: 16\r\n\r\n{"mode":"abort"}')
 
 
 class Transport(asyncio.Transport):
@@ -132,28 +145,28 @@ async def test_garbage_is_a_connection_error_or_waits(raw: bytes, is_body: bool)
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nhello",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-        + b"0" * (connections.MAX_HEAD + 1),
-        b"x" * (connections.MAX_HEAD + 1),
+        + b"0" * (http_client.MAX_HEAD + 1),
+        b"x" * (http_client.MAX_HEAD + 1),
     ],
 )
 async def test_malformed_reply_fails_the_request_and_its_connection(site, raw: bytes) -> None:
     server = ByteServer(raw, PLAIN)
     async with site(server) as (pool, endpoint):
         with pytest.raises(ConnectionError, match="malformed HTTP"):
-            await pool.post(endpoint, b"{}")
-        assert await pool.post(endpoint, b"{}") == (200, b"hello")
+            await pool.send(endpoint, b"{}")
+        assert await pool.send(endpoint, b"{}") == (200, b"hello")
     assert server.accepted == 2
 
 
 async def test_body_without_a_length_ends_with_the_connection(site) -> None:
     async with site(ByteServer(ENDLESS, closes=True)) as (pool, endpoint):
-        assert await pool.post(endpoint, b"{}") == (200, b"hello")
+        assert await pool.send(endpoint, b"{}") == (200, b"hello")
 
 
 async def test_connection_closed_before_the_reply_is_a_connection_error(site) -> None:
     async with site(ByteServer(PLAIN[:-1], closes=True)) as (pool, endpoint):
         with pytest.raises(ConnectionError, match="closed the connection"):
-            await pool.post(endpoint, b"{}")
+            await pool.send(endpoint, b"{}")
 
 
 @pytest.mark.parametrize(
@@ -168,28 +181,28 @@ async def test_connection_that_ends_is_not_used_again(site, first: bytes) -> Non
     server = ByteServer(first, PLAIN)
     async with site(server) as (pool, endpoint):
         for _ in range(2):
-            assert await pool.post(endpoint, b"{}") == (200, b"hello")
+            assert await pool.send(endpoint, b"{}") == (200, b"hello")
     assert server.accepted == 2
 
 
 async def test_idle_connection_that_the_server_closed_is_not_used_again(site) -> None:
     server = ByteServer(PLAIN)
     async with site(server) as (pool, endpoint):
-        await pool.post(endpoint, b"{}")
+        await pool.send(endpoint, b"{}")
         server.writers[0].close()
         await server.writers[0].wait_closed()
         [connection] = pool._idle[endpoint.place]
         await eventually(connection.transport.is_closing, "the end of the connection")
-        assert await pool.post(endpoint, b"{}") == (200, b"hello")
+        assert await pool.send(endpoint, b"{}") == (200, b"hello")
     assert server.accepted == 2
 
 
 async def test_connection_idle_for_too_long_is_replaced(site, monkeypatch) -> None:
     server = ByteServer(PLAIN)
     async with site(server) as (pool, endpoint):
-        await pool.post(endpoint, b"{}")
-        monkeypatch.setattr(connections, "KEEPALIVE_S", -1.0)
-        await pool.post(endpoint, b"{}")
+        await pool.send(endpoint, b"{}")
+        monkeypatch.setattr(http_client, "KEEPALIVE_S", -1.0)
+        await pool.send(endpoint, b"{}")
     assert server.accepted == 2
 
 
@@ -197,7 +210,7 @@ async def test_limit_bounds_the_open_requests(site) -> None:
     server = ByteServer(PLAIN)
     server.held = asyncio.Event()
     async with site(server, limit=2) as (pool, endpoint):
-        posts = [asyncio.create_task(pool.post(endpoint, b"{}")) for _ in range(6)]
+        posts = [asyncio.create_task(pool.send(endpoint, b"{}")) for _ in range(6)]
         await eventually(lambda: len(server.requests) == 2, "two requests")
         assert pool._slots.locked()
         server.held.set()
@@ -209,13 +222,13 @@ async def test_cancelled_request_closes_its_connection_and_frees_its_slot(site) 
     server = ByteServer(PLAIN)
     server.held = asyncio.Event()
     async with site(server, limit=1) as (pool, endpoint):
-        post = asyncio.create_task(pool.post(endpoint, b"{}"))
+        post = asyncio.create_task(pool.send(endpoint, b"{}"))
         await eventually(lambda: server.requests, "the request")
         post.cancel()
         with pytest.raises(asyncio.CancelledError):
             await post
         server.held.set()
-        assert await pool.post(endpoint, b"{}") == (200, b"hello")
+        assert await pool.send(endpoint, b"{}") == (200, b"hello")
     assert server.accepted == 2
 
 
@@ -225,7 +238,7 @@ async def test_connection_that_is_not_accepted_times_out(monkeypatch) -> None:
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
     with pytest.raises(TimeoutError, match=r"no connection within 0\.01 s"):
-        await Pool(0.01, limit=1).post(ServerEndpoint("http://127.0.0.1:1/generate", {}), b"{}")
+        await Pool(0.01, limit=1).send(ServerEndpoint("http://127.0.0.1:1/generate", {}), b"{}")
 
 
 async def test_parts_of_a_body_are_passed_on_as_they_arrive() -> None:
@@ -243,5 +256,5 @@ async def test_parts_of_a_body_are_passed_on_as_they_arrive() -> None:
 async def test_body_of_an_error_is_returned_whole(site) -> None:
     parts: list[bytes] = []
     async with site(ByteServer(CHUNKED.replace(b"200", b"500"))) as (pool, endpoint):
-        assert await pool.post(endpoint, b"{}", parts.append) == (500, b"hello")
+        assert await pool.send(endpoint, b"{}", parts.append) == (500, b"hello")
     assert not parts
