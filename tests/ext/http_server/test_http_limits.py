@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from arealite.impl import http_limits
-from arealite.impl.http_limits import LimitedRunner
+from arealite.ext.http_server import http_limits
+from arealite.ext.http_server.http_limits import LimitedRunner
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
 

@@ -1,6 +1,6 @@
 """Refuses HTTP requests of web pages and requests without the token.
 
-Embedded servers and environment servers use it.
+Embedded servers, environment servers and the live page use it.
 """
 
 import hmac

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from arealite.impl.http_guard import guard
+from arealite.ext.http_server.http_guard import guard
 
 
 async def answer(request: web.Request) -> web.Response:
