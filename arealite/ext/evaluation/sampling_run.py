@@ -15,7 +15,6 @@ from typing import TypeVar
 from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import name_dir
 from arealite.api.llm import SamplingConfig, clients
-from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
 from arealite.base import config as base_config
 from arealite.base import log, outputs
@@ -27,6 +26,7 @@ from arealite.cli import configs, preflight
 from arealite.cli.options import Word, translate
 from arealite.cli.packages import check_sampling_packages
 from arealite.cli.role import with_externals
+from arealite.ext.evaluation.config import SamplingRunConfig
 from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
 from arealite.ext.evaluation.samples import Samples
 from arealite.ext.self_check.template import check_template

@@ -20,9 +20,9 @@ from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.publisher import PublishReport
 from arealite.ext.offline.supervised import PAIR_STATS, SFTTrainer
+from arealite.ext.view import metric_names
+from arealite.ext.view.metric_names import catalogue, describe
 from arealite.impl.client.sglang_client import COUNTERS
-from arealite.impl.logger import metric_names
-from arealite.impl.logger.metric_names import catalogue, describe
 from arealite.impl.rollout import collector
 from arealite.impl.trainer import metrics
 from arealite.system.datapipe.trainer_request_handler import IdleClock, TrainerRequestHandler
