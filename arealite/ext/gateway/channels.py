@@ -5,10 +5,10 @@ from typing import Any
 
 from arealite.api.observation import ChatMessage
 from arealite.base.errors import UserError
+from arealite.ext.agents.history import ending
 from arealite.ext.gateway.families import family_of
 from arealite.ext.gateway.rendering import TOOLS, Renderer
 from arealite.ext.gateway.request_data import function_call
-from arealite.impl.agent.history import ending
 
 
 class TextAfterChannels:

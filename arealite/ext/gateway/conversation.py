@@ -17,13 +17,13 @@ import msgspec
 
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
+from arealite.ext.agents.history import ending, first
 from arealite.ext.gateway import tree
 from arealite.ext.gateway.apis import past_messages
 from arealite.ext.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
 from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer
 from arealite.ext.gateway.text_completions import TextCompletions
 from arealite.ext.gateway.tree import Key, KeyedMessage, MessageNode, Prompt, Sample
-from arealite.impl.agent.history import ending, first
 from arealite.system.data.forms import tool_calls
 from arealite.system.data.templates import decode
 

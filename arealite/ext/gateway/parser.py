@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
+from arealite.ext.agents.history import ending
 from arealite.ext.gateway.families import FAMILIES, CallError, Family, MarkedPart, ToolSchemas, skip
 from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.request_data import (
@@ -20,7 +21,6 @@ from arealite.ext.gateway.request_data import (
     StopReason,
 )
 from arealite.ext.gateway.tree import Prompt
-from arealite.impl.agent.history import ending
 from arealite.system.data.templates import decode
 
 SHORT = 2048

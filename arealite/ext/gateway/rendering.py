@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from arealite.api.observation import ChatMessage
+from arealite.ext.agents.history import encode_after
 from arealite.ext.gateway.families import Family
 from arealite.ext.gateway.request_data import ApiError, function_call
 from arealite.ext.gateway.tree import Sample
 from arealite.ext.light_tokenizer.chat_template import compile_template
-from arealite.impl.agent.history import encode_after
 from arealite.system.data.forms import tool_calls
 
 SYSTEM = 1

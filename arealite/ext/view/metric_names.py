@@ -1,4 +1,4 @@
-"""The catalogue of metric names and their descriptions (metric_names.toml), for report and reference."""
+"""The names of metrics and their descriptions (metric_names.toml), for report and reference."""
 
 import re
 from functools import cache

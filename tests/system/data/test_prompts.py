@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.agent_config import ChatConfig, MathCodeSingleStepConfig
+from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.collector_config import CollectorConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
@@ -16,8 +16,9 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import UserError
+from arealite.ext.agents.chat import ChatAgent
+from arealite.ext.agents.config import ChatConfig
 from arealite.ext.math.env import MathEnv
-from arealite.impl.agent.chat import ChatAgent
 from arealite.system.data.prompts import check_rendering
 from tests.fakes.chat_families import tokenizer_of
 

@@ -10,7 +10,7 @@ from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import messages, observe
 from arealite.base.errors import ContextOverflow
-from arealite.impl.agent.history import History
+from arealite.ext.agents.history import History
 
 
 class ChatAgent(Agent):

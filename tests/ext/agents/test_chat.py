@@ -12,18 +12,16 @@ from msgspec import structs
 from structlog.testing import capture_logs
 
 from arealite.api.agent import Agent
-from arealite.api.agent_config import ChatConfig
 from arealite.api.env import Env, envs
 from arealite.api.observation import Observation
 from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
 from arealite.base.errors import ContextOverflow, UserError
-from arealite.impl.agent import history
+from arealite.ext.agents import history
+from arealite.ext.agents.config import ChatConfig
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.templates import encode, render
-from tests.fakes.client import ScriptedClient, response
-from tests.fakes.experiment import experiment, lease
-from tests.impl.agent.conversations import (
+from tests.ext.agents.conversations import (
     TEMPLATES,
     chat_tokenizer,
     ended,
@@ -33,6 +31,8 @@ from tests.impl.agent.conversations import (
     said,
     space_prefix_tokenizer,
 )
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import experiment, lease
 from tests.impl.rollout import worlds  # registers the environment `counter`
 
 assert worlds is not None
