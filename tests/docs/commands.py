@@ -17,12 +17,12 @@ import pytest
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.cli import configs, options
 from arealite.cli.main import COMMANDS
-from arealite.cli.options import translate
 from arealite.ext.evaluation import collect, evaluate
 from arealite.ext.evaluation.collect import CollectConfig
 from arealite.ext.hosting import serve
 from arealite.ext.hosting.server_config import EnvServerConfig
 from arealite.ext.notebook import play_command
+from arealite.ext.short_flags.short_flags import translate
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")

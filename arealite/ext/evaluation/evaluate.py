@@ -27,10 +27,10 @@ from arealite.base.errors import UserError
 from arealite.base.files import replacing
 from arealite.cli import preflight
 from arealite.cli.line_wrap import fold
-from arealite.cli.options import describe
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.config import EvaluateConfig
 from arealite.ext.evaluation.samples import Samples
+from arealite.ext.short_flags.short_flags import describe
 from arealite.impl.launcher.terminal import Terminal
 
 WORDS = sampling_run.words("eval")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from arealite.cli.main import main
-from arealite.cli.options import describe, translate
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.config import EvaluateConfig
+from arealite.ext.short_flags.short_flags import describe, translate
 from arealite.system.names.name_registry import Entry
 from tests.ext.evaluation.sampled import Answering, Command, no_servers
 from tests.models import tiny_model
