@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
+from arealite.api.finding import Finding
 from arealite.api.observation import ChatMessage
 from arealite.api.task import Task
 from arealite.api.task_sampler import TaskSampler
@@ -241,6 +242,50 @@ RunCompanion = Callable[
 
 A launcher calls it before it starts a role, with the config and a function that prints a line. An
 error of the coroutine does not end the run."""
+
+
+class WatchedSupervisor(Protocol):
+    """A supervisor as a health monitor uses it."""
+
+    @property
+    def say(self) -> Callable[[str], object]:
+        """Prints a line."""
+        ...
+
+    def is_shown(self, finding: Finding) -> bool:
+        """Return whether to report a finding."""
+        ...
+
+    def child_of(self, finding: Finding) -> Any:
+        """Return the child (`Child`) that a finding is about; None: another process."""
+        ...
+
+
+class HealthMonitorMaker(Protocol):
+    """Hook `health_monitor`: return what kills unresponsive children of a supervisor.
+
+    A supervisor runs the coroutine until its roles have ended. An error of it is not reported.
+    """
+
+    def __call__(
+        self, folder: Path, supervisor: WatchedSupervisor, *, silent_s: float, blocked_s: float
+    ) -> Coroutine[Any, Any, None]:
+        """Return the coroutine.
+
+        Args:
+            folder: Where the roles write their vitals.
+            supervisor: Parent of the children; other processes must not be killed.
+            silent_s: Seconds after which a silent or stopped child is killed.
+            blocked_s: Seconds after which a blocked child is killed.
+        """
+        ...
+
+
+RunFailed = Callable[[Path, Path], str]
+"""Hook `run_failed`: return a text about a run that fails, "" for none.
+
+A launcher calls it in a thread before it stops the roles, with the folder of their vitals and that
+of their logs, and prints the text. An error is ignored."""
 
 PanelMaker = Callable[[RunPaths], Callable[[int, int], Any]]
 """Hook `panel`: return what renders the present state of a run, with rich.

@@ -16,7 +16,8 @@ from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter
 from arealite.impl.launcher.supervisor import ROLE, Role
-from arealite.system.health import diagnosis, vitals
+from arealite.system.health import vitals
+from arealite.system.health.role_status import read_roles
 from arealite.system.names.name_registry import NameRegistry
 
 TERMINATE_S = 10.0
@@ -56,10 +57,9 @@ class ServerSupervisor(supervisor.Supervisor):
         vitals.watch(loop)
         keeping = asyncio.ensure_future(self.supervise(self._server))
         on_stop(loop, lambda _: self._stop(keeping))
-        monitor = supervisor.HealthMonitor(folder=self._vitals, supervisor=self)
-        monitoring = asyncio.ensure_future(monitor.run())
         try:
-            await keeping
+            with self.monitored(self._vitals):
+                await keeping
             return max(self.children[0].code, 0)
         except asyncio.CancelledError:  # stopped while there was no server
             return 0
@@ -68,7 +68,6 @@ class ServerSupervisor(supervisor.Supervisor):
             self.say(f"error: {error}")
             return error.exit_code
         finally:
-            monitoring.cancel()
             self.starter.close()
 
     def _stop(self, keeping: asyncio.Task[None]) -> None:
@@ -104,7 +103,7 @@ class ServerSupervisor(supervisor.Supervisor):
         """Remove the name and the vitals of the killed server, so that no client waits for it."""
         await super().clear(role)
         pid = role.children[0].pid
-        for status in diagnosis.read_roles(self._vitals):
+        for status in read_roles(self._vitals):
             if status.vitals.pid == pid and status.state == "X":
                 for file in self._vitals.glob(f"{status.name}.*"):
                     file.unlink(missing_ok=True)

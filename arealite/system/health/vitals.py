@@ -1,7 +1,7 @@
 """Writes the vitals of a process to a file: heartbeat, waits, event loop lag, CPU times.
 
 A separate thread writes them, because the rest of the process may hang. Errors of this thread are
-suppressed. `diagnosis` reads the files.
+suppressed. The extension `diagnosis` reads the files.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from arealite.cli.main import main
-from arealite.system.health import explain
+from arealite.ext.diagnosis import explain
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.waiting import spawned, until
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from arealite.api.finding import Finding
+from arealite.ext.diagnosis.diagnosis import examine
 from arealite.system.health import vitals
-from arealite.system.health.diagnosis import Finding, examine
 from tests.system.health.living import BLOCKED, BURSTS, IDLE, WAITS, innermost, living, shown
 from tests.waiting import until
 

@@ -7,20 +7,17 @@ use them, so both report the same findings.
 import math
 import os
 import re
-import socket
-import time
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
-import msgspec
-
+from arealite.api.finding import Cause, Finding
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
-from arealite.system.clocks import folder_time
-from arealite.system.health.vitals import BEAT_S, Vitals, Waits, cpu_times, process_state
+from arealite.system.health.role_status import FORGET_DEAD_S, RoleStatus, read_roles
+from arealite.system.health.vitals import BEAT_S, Waits, cpu_times, process_state
 from arealite.system.health.waits import (
     GROUP_FILTER,
     ITSELF,
@@ -29,17 +26,6 @@ from arealite.system.health.waits import (
     SUPERVISOR,
 )
 
-Cause = Literal[
-    "stopped", "dead", "crashing", "silent", "blocked", "starved", "paused", "filtering", "overdue",
-    "starting",
-]  # fmt: skip
-"""stopped: SIGSTOP or a debugger stopped the process. dead: the process has exited. crashing: the
-process crashed, and its parent restarts it. silent: the process exists, but writes no vitals.
-blocked: the event loop runs no task. starved: silent or blocked, because the process gets no CPU.
-paused: a client that is not this trial's publisher paused the server. filtering: the datapipe
-filters every group, so that no step can be trained. overdue: the process runs,
-but its reply to another role is late. starting: the parent has started the process, which has not
-written vitals yet."""
 ORDER: tuple[Cause, ...] = get_args(Cause)
 
 REPORTS: dict[str, Cause] = {PAUSE_OBSERVER: "paused", GROUP_FILTER: "filtering"}
@@ -54,173 +40,108 @@ MAX_BUSY_S = 1.0
 FEW_TIMESLICES = 20
 """A thread blocked on the GIL wakes about 200 times a second; fewer time slices than this mean CPU
 starvation."""
-FORGET_DEAD_S = 60.0
-"""A role that died this long ago is reported only if another role waits for it."""
 ABSENT_S = 2.0
 """After a wait of this long, a role without vitals is regarded as absent."""
 ROLE = re.compile(r"\b(?:datapipe|rollout|trainer)-\d+\b")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One role that blocks other roles or is unhealthy."""
+def _finding_about(role: RoleStatus, *, silent_s: float, blocked_s: float) -> Finding | None:
+    """Return the finding about one role alone; None if the role is healthy."""
+    pid = role.vitals.pid
+    if role.state in ("T", "t"):
+        detail = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
+        return Finding(
+            blocker=role.name,
+            cause="stopped",
+            since_s=role.age_s,
+            detail=detail,
+        )
+    if role.state in ("X", "Z"):
+        return Finding(
+            blocker=role.name,
+            cause="dead",
+            since_s=role.age_s,
+            detail=f"pid {pid} crashed or was killed",
+        )
+    is_silent = role.age_s > silent_s
+    loop_blocked_s = role.vitals.blocked_s + role.age_s if role.vitals.blocked_s else 0.0
+    if not is_silent and loop_blocked_s <= blocked_s:
+        return None
+    late_s = role.age_s if is_silent else loop_blocked_s
+    cpu_wait_share = _cpu_wait_share(role, late_s)
+    if cpu_wait_share and late_s * (1.0 - cpu_wait_share) <= MAX_BUSY_S:
+        return _starved(role, late_s, cpu_wait_share)
+    if is_silent:
+        return _silent(role, is_cpu_wait_unknown=cpu_wait_share is None)
+    return Finding(
+        blocker=role.name,
+        cause="blocked",
+        since_s=loop_blocked_s,
+        detail=f"the event loop of pid {pid} runs no task, because a call does not return",
+        stack=role.vitals.blocked_stack,
+    )
 
-    blocker: str
-    """The role, as in "rollout-1"."""
-    cause: Cause
-    since_s: float
-    detail: str
-    """One line that describes the state of the role."""
-    stack: str = ""
-    """The blocking stack, if it is known."""
-    waiters: tuple[str, ...] = ()
-    """The waits for the role, as in "trainer-0: batch 12, 8.2 s"."""
-    pid: int = 0
-    """Process id of the role; 0: the process is on another host."""
+
+def _starved(role: RoleStatus, late_s: float, cpu_wait_share: float) -> Finding:
+    pid = role.vitals.pid
+    load = f"load {os.getloadavg()[0]:.0f}, {os.cpu_count()} CPUs: run fewer processes"
+    detail = f"pid {pid} waited for a CPU for {cpu_wait_share:.0%} of {late_s:.1f} s ({load})"
+    return Finding(
+        blocker=role.name,
+        cause="starved",
+        since_s=late_s,
+        detail=detail,
+        stack=role.vitals.blocked_stack,
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoleStatus:
-    """State of one process, from its vitals and from the kernel."""
+def _silent(role: RoleStatus, *, is_cpu_wait_unknown: bool) -> Finding:
+    detail = f"pid {role.vitals.pid} on {role.vitals.host} exists, but writes no vitals: "
+    detail += "C code or the kernel blocks its interpreter"
+    if is_cpu_wait_unknown:
+        detail += ", or it gets no CPU"
+    detail += f" (state {role.state or 'unknown'})"
+    return Finding(
+        blocker=role.name,
+        cause="silent",
+        since_s=role.age_s,
+        detail=detail,
+    )
 
-    vitals: Vitals
-    age_s: float
-    """Seconds since the last heartbeat."""
-    state: str
-    """The kernel's state letter of the process; "X" if it is gone, "" if it is on another host."""
 
-    @property
-    def name(self) -> str:
-        return self.vitals.name
+def _cpu_wait_share(role: RoleStatus, late_s: float) -> float | None:
+    """Return the share of `late_s` in which the process waited for a CPU, from 0 to 1.
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process exists; on another host, whether its heartbeat is recent."""
-        return self.state not in "XZ" if self.state else self.age_s < FORGET_DEAD_S
+    The main thread, which may hold the GIL, and the thread that writes the vitals are examined;
+    the larger share counts. The kernel does not count a wait that has not ended. Therefore, a
+    runnable thread with at most FEW_TIMESLICES since its vitals were written counts as waiting.
 
-    def finding(self, *, silent_s: float, blocked_s: float) -> Finding | None:
-        """Return the finding about this role alone; None if the role is healthy."""
-        pid = self.vitals.pid
-        if self.state in ("T", "t"):
-            detail = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
-            return Finding(
-                blocker=self.name,
-                cause="stopped",
-                since_s=self.age_s,
-                detail=detail,
-            )
-        if self.state in ("X", "Z"):
-            return Finding(
-                blocker=self.name,
-                cause="dead",
-                since_s=self.age_s,
-                detail=f"pid {pid} crashed or was killed",
-            )
-        is_silent = self.age_s > silent_s
-        loop_blocked_s = self.vitals.blocked_s + self.age_s if self.vitals.blocked_s else 0.0
-        if not is_silent and loop_blocked_s <= blocked_s:
+    Returns:
+        None if the kernel has no scheduler statistics of the process.
+    """
+    share = 0.0
+    pid = role.vitals.pid
+    for thread, before in role.vitals.cpu.items():
+        now = cpu_times(pid, thread) if role.state else None
+        if before is None or now is None:
             return None
-        late_s = self.age_s if is_silent else loop_blocked_s
-        cpu_wait_share = self.cpu_wait_share(late_s)
-        if cpu_wait_share and late_s * (1.0 - cpu_wait_share) <= MAX_BUSY_S:
-            return self._starved(late_s, cpu_wait_share)
-        if is_silent:
-            return self._silent(is_cpu_wait_unknown=cpu_wait_share is None)
-        return Finding(
-            blocker=self.name,
-            cause="blocked",
-            since_s=loop_blocked_s,
-            detail=f"the event loop of pid {pid} runs no task, because a call does not return",
-            stack=self.vitals.blocked_stack,
-        )
-
-    def _starved(self, late_s: float, cpu_wait_share: float) -> Finding:
-        pid = self.vitals.pid
-        load = f"load {os.getloadavg()[0]:.0f}, {os.cpu_count()} CPUs: run fewer processes"
-        detail = f"pid {pid} waited for a CPU for {cpu_wait_share:.0%} of {late_s:.1f} s ({load})"
-        return Finding(
-            blocker=self.name,
-            cause="starved",
-            since_s=late_s,
-            detail=detail,
-            stack=self.vitals.blocked_stack,
-        )
-
-    def _silent(self, *, is_cpu_wait_unknown: bool) -> Finding:
-        detail = f"pid {self.vitals.pid} on {self.vitals.host} exists, but writes no vitals: "
-        detail += "C code or the kernel blocks its interpreter"
-        if is_cpu_wait_unknown:
-            detail += ", or it gets no CPU"
-        detail += f" (state {self.state or 'unknown'})"
-        return Finding(
-            blocker=self.name,
-            cause="silent",
-            since_s=self.age_s,
-            detail=detail,
-        )
-
-    def cpu_wait_share(self, late_s: float) -> float | None:
-        """Return the share of `late_s` in which the process waited for a CPU, from 0 to 1.
-
-        The main thread, which may hold the GIL, and the thread that writes the vitals are examined;
-        the larger share counts. The kernel does not count a wait that has not ended. Therefore, a
-        runnable thread with at most FEW_TIMESLICES since its vitals were written counts as waiting.
-
-        Returns:
-            None if the kernel has no scheduler statistics of the process.
-        """
-        share = 0.0
-        pid = self.vitals.pid
-        for thread, before in self.vitals.cpu.items():
-            now = cpu_times(pid, thread) if self.state else None
-            if before is None or now is None:
-                return None
-            passed_s = now.clock - before.clock
-            ran_s = now.ran_s - before.ran_s
-            waited_s = now.waited_s - before.waited_s
-            num_slices = now.num_slices - before.num_slices
-            is_main = thread == pid
-            sleep_s = 0.0 if is_main else BEAT_S
-            if is_main:
-                share = max(share, waited_s / min(late_s, passed_s))
-            if num_slices <= FEW_TIMESLICES and _is_runnable(pid, thread):
-                share = max(share, (passed_s - sleep_s - ran_s) / (late_s - sleep_s))
-        return min(1.0, share)
+        passed_s = now.clock - before.clock
+        ran_s = now.ran_s - before.ran_s
+        waited_s = now.waited_s - before.waited_s
+        num_slices = now.num_slices - before.num_slices
+        is_main = thread == pid
+        sleep_s = 0.0 if is_main else BEAT_S
+        if is_main:
+            share = max(share, waited_s / min(late_s, passed_s))
+        if num_slices <= FEW_TIMESLICES and _is_runnable(pid, thread):
+            share = max(share, (passed_s - sleep_s - ran_s) / (late_s - sleep_s))
+    return min(1.0, share)
 
 
 def _is_runnable(pid: int, thread: int) -> bool:
     """Return whether a thread runs, or waits for a CPU."""
     process = process_state(pid, thread)
     return process is not None and process[0] == "R"
-
-
-def read_roles(folder: Path) -> list[RoleStatus]:
-    """Read the vitals in `folder`, and the kernel's state of each process of this host."""
-    roles: list[RoleStatus] = []
-    now = folder_time(folder)
-    for path in sorted(folder.glob("[!.]*.json")):
-        try:
-            vitals = msgspec.json.decode(path.read_bytes(), type=Vitals)
-            age_s = now - path.stat().st_mtime
-        except (OSError, msgspec.DecodeError):
-            continue  # removed in the meantime
-        state = ""
-        if vitals.host == socket.gethostname():
-            age_s = min(age_s, time.monotonic() - vitals.clock)
-            state = _kernel_state(vitals)
-        roles.append(RoleStatus(vitals=vitals, age_s=max(0.0, age_s), state=state))
-    return roles
-
-
-def _kernel_state(vitals: Vitals) -> str:
-    """Return the state letter of a process of this host; "X" if it is gone, "" if unknown."""
-    if not vitals.started:
-        return ""
-    process = process_state(vitals.pid)
-    if process is None:
-        return "X"
-    state, started = process
-    return state if started == vitals.started else "X"
 
 
 def examine(
@@ -247,7 +168,7 @@ def examine(
     for role in roles_by_name.values():
         is_remote = not role.state
         limit_s = max(silent_s, REMOTE_SILENT_S) if is_remote else silent_s
-        finding = role.finding(silent_s=limit_s, blocked_s=blocked_s)
+        finding = _finding_about(role, silent_s=limit_s, blocked_s=blocked_s)
         if finding is not None:
             pid = 0 if is_remote else role.vitals.pid
             findings[role.name] = replace(finding, pid=pid)

@@ -13,10 +13,11 @@ from typing import cast
 import psutil
 import pytest
 
-from arealite.impl.launcher import supervisor
+from arealite.api.finding import Cause, Finding
+from arealite.ext.diagnosis import health_monitor
+from arealite.ext.diagnosis.health_monitor import HealthMonitor, describe
 from arealite.impl.launcher.processes import Child
-from arealite.impl.launcher.supervisor import HealthMonitor, Role, Supervisor, describe
-from arealite.system.health.diagnosis import Cause, Finding
+from arealite.impl.launcher.supervisor import Role, Supervisor
 from tests.waiting import until
 
 SHOWS = """
@@ -80,10 +81,14 @@ def as_child(process: subprocess.Popen[bytes]) -> Child:
     )
 
 
+def monitor_of(folder: Path, supervisor: Supervisor, *, silent_s: float = 8.0) -> HealthMonitor:
+    return HealthMonitor(folder=folder, supervisor=supervisor, silent_s=silent_s, blocked_s=60.0)
+
+
 async def test_only_a_child_is_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.05)
+    monkeypatch.setattr(health_monitor, "EXAMINE_S", 0.05)
     mine, other = stopped
     said: list[str] = []
     looked_again = asyncio.Event()
@@ -96,7 +101,7 @@ async def test_only_a_child_is_killed(
     def child(finding: Finding) -> Child | None:
         return as_child(mine) if finding.pid == mine.pid and mine.poll() is None else None
 
-    of_mine = HealthMonitor(folder=tmp_path, supervisor=Watched(child, say), silent_s=0.5)
+    of_mine = monitor_of(tmp_path, Watched(child, say), silent_s=0.5)
     watching = asyncio.ensure_future(of_mine.run())
     try:
         assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
@@ -115,13 +120,13 @@ async def test_child_of_a_dead_role_is_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
     """The child is an srun that was stopped before its step ended."""
-    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.05)
+    monkeypatch.setattr(health_monitor, "EXAMINE_S", 0.05)
     role, waiter = stopped
     role.kill()
     role.wait()
-    of_role = HealthMonitor(
-        folder=tmp_path,
-        supervisor=Watched(lambda f: as_child(waiter) if f.blocker == "rollout-0" else None, print),
+    of_role = monitor_of(
+        tmp_path,
+        Watched(lambda f: as_child(waiter) if f.blocker == "rollout-0" else None, print),
         silent_s=0.5,
     )
     watching = asyncio.ensure_future(of_role.run())
@@ -135,7 +140,7 @@ async def test_starved_child_is_reported_and_not_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
     """A new process would get no CPU either."""
-    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
+    monkeypatch.setattr(health_monitor, "EXAMINE_S", 0.01)
     starved = Finding(
         blocker="rollout-0",
         cause="starved",
@@ -152,12 +157,10 @@ async def test_starved_child_is_reported_and_not_killed(
             loop.call_soon_threadsafe(enough.set)
         return [starved]
 
-    monkeypatch.setattr(supervisor, "examine", examine)
+    monkeypatch.setattr(health_monitor, "examine", examine)
     said: list[str] = []
     watching = asyncio.ensure_future(
-        HealthMonitor(
-            folder=tmp_path, supervisor=Watched(lambda f: as_child(stopped[0]), said.append)
-        ).run()
+        monitor_of(tmp_path, Watched(lambda f: as_child(stopped[0]), said.append)).run()
     )
     await asyncio.wait_for(enough.wait(), 60)
     watching.cancel()
@@ -171,9 +174,9 @@ def test_lasting_finding_of_filtered_groups_is_reported_again(
 ):
     """The run goes on sampling in vain; other findings are reported once."""
     now = 1000.0
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
+    monkeypatch.setattr(health_monitor.time, "monotonic", lambda: now)
     said: list[str] = []
-    monitor = HealthMonitor(folder=tmp_path, supervisor=Watched(lambda finding: None, said.append))
+    monitor = monitor_of(tmp_path, Watched(lambda finding: None, said.append))
     for second in range(700):
         now = 1000.0 + second
         monitor._report(
@@ -197,10 +200,10 @@ async def test_failed_examination_does_not_end_the_monitor(
         (tmp_path / "looked").touch()
         raise OSError("the folder is gone")
 
-    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
-    monkeypatch.setattr(supervisor, "examine", examine)
+    monkeypatch.setattr(health_monitor, "EXAMINE_S", 0.01)
+    monkeypatch.setattr(health_monitor, "examine", examine)
     watching = asyncio.ensure_future(
-        HealthMonitor(folder=tmp_path, supervisor=Watched(lambda finding: None, print)).run()
+        monitor_of(tmp_path, Watched(lambda finding: None, print)).run()
     )
     await asyncio.wait_for(looks.wait(), 60)
     watching.cancel()

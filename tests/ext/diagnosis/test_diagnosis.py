@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from arealite.api.finding import Finding
+from arealite.ext.diagnosis.diagnosis import examine
 from arealite.system.health import vitals
-from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.vitals import Waits
 from arealite.system.health.waits import GROUP_FILTER, OTHER_RANKS, PAUSE_OBSERVER, SUPERVISOR
 from tests.system.health.living import MY_START, show, wait

@@ -1,6 +1,6 @@
 """Text of `arealite why`: the blocking roles, the waits of all roles, and their stacks.
 
-The text fits on one screen. The launcher prints it, too, before it gives up.
+The text fits on one screen. The launcher prints it, too, before it gives up (hook `run_failed`).
 """
 
 import os
@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
-from arealite.system.health.diagnosis import ABSENT_S, Finding, RoleStatus, WaitGraph, read_roles
+from arealite.api.finding import Finding
+from arealite.ext.diagnosis.diagnosis import ABSENT_S, WaitGraph, examine
+from arealite.system.health.role_status import RoleStatus, read_roles
 from arealite.system.health.vitals import STACKS_REQUEST, Waits, modified_ns, process_state
 from arealite.system.health.waits import ITSELF, OTHER_RANKS
 
@@ -30,6 +32,12 @@ LOG_LINES = 6
 EPISODE = " task episode "
 IDLE = (": thread.py:", ": selectors.py:", ": runners.py:")
 """The innermost calls of idle threads: of a thread pool, and of an event loop."""
+
+
+def explain_blockers(folder: Path, logs: Path) -> str:
+    """Return the text about a run that fails; "" if no role blocks it."""
+    findings = examine(folder)
+    return explain(folder, findings, logs=logs) if findings else ""
 
 
 def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = None) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from arealite.ext.diagnosis.diagnosis import examine
 from arealite.impl.trainer.metrics import FIRST_S, SLOW_S, Stopwatch
 from arealite.system.health import waits
-from arealite.system.health.diagnosis import examine
 from arealite.system.health.waits import ITSELF
 from tests.system.health.living import show, wait
 
