@@ -91,10 +91,8 @@ class RunFacts:
     """[] for offline trainers."""
     eval_tasks: Sequence[Task] = ()
     """Held-out tasks; [] for offline trainers."""
-    tokenizer: Tokenizer | None = None
-    """The model's, if the run's prompts go through its chat template."""
-    longest_request: int | None = None
-    """Tokens of the longest request; None if unknown."""
+    contexts: Sequence[int] = ()
+    """Context length of each known server, in tokens."""
     addresses: Sequence[str] = ()
     """Addresses of the servers that were started before the run."""
 

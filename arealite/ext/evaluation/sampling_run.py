@@ -29,11 +29,11 @@ from arealite.ext.evaluation.config import SamplingRunConfig
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
 from arealite.ext.evaluation.samples import Samples
+from arealite.ext.prompts.prompt_checks import check_prompts, check_rendering, uses_template
 from arealite.ext.self_check.template import check_template
 from arealite.ext.short_flags.short_flags import Word, translate
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts, check_rendering, uses_template
 from arealite.system.data.tasks import FIRST_ROWS, GENERATED, check_first_rows, load_split
 from arealite.system.locks import lock_file
 from arealite.system.names.name_registry import Entry, NameRegistry

@@ -1,26 +1,35 @@
 """Checks that prompts fit the model's tokenizer and the servers' context. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from arealite.api.agent import agents, load_tokenizer
 from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import RunFacts
 from arealite.api.observation import ChatMessage, messages
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import has_chat_template, read_json, vocab_size
+from arealite.cli.preflight import print_row
+from arealite.ext.prompts.rendering_probes import dropped_messages, rendered_marker, unread_keys
 from arealite.system.data.tasks import FIRST_ROWS
-from arealite.system.data.templates import (
-    dropped_messages,
-    render_prompt,
-    rendered_marker,
-    tokenize,
-    unread_keys,
-)
+from arealite.system.data.templates import render_prompt, tokenize
 
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
+
+
+def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterable[tuple[str, str]]:
+    """Check that the prompts of a run fit; print how texts are sent (hook `check`)."""
+    if config.trainer.is_offline:
+        return []
+    tasks = [*facts.train_tasks, *facts.eval_tasks]
+    check_prompts(config, tasks, facts.contexts)
+    line = template_line(config, tasks)
+    if line:
+        print_row("prompts", line)
+    return []
 
 
 def check_prompts(

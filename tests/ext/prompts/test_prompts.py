@@ -19,7 +19,7 @@ from arealite.base.errors import UserError
 from arealite.ext.agents.chat import ChatAgent
 from arealite.ext.agents.config import ChatConfig
 from arealite.ext.math.env import MathEnv
-from arealite.system.data.prompts import check_rendering
+from arealite.ext.prompts.prompt_checks import check_rendering
 from tests.fakes.chat_families import tokenizer_of
 
 
