@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from arealite.base.trial_files import RunPaths
+from arealite.ext.diagnosis.health_monitor import describe
 from arealite.ext.view.report_run import roles
 from arealite.ext.view.snapshot import PUBLISHING, RunReader, Snapshot
-from arealite.impl.launcher.supervisor import describe
 from arealite.impl.launcher.terminal import Render
 from arealite.system.names.name_registry import Entry
 
