@@ -4,7 +4,7 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -102,6 +102,33 @@ RunCheck = Callable[["ExperimentConfig", RunFacts], Iterable[tuple[str, str]]]
 
 Each start calls it last of all checks, with the config and what they have read. It returns pairs of
 a part of the run in a word and a warning about it. A UserError refuses the run."""
+
+PlacedRow = tuple[str, dict[str, Any]]
+"""The place of a row, such as "data.jsonl, line 3", and its columns."""
+
+RowReader = Callable[[Path, Sequence[str]], Iterator[PlacedRow]]
+"""Group `row_reader`: read the rows of a file whose suffix, without its dot, is the entry's name.
+
+Each process that needs rows calls it with an existing file and the columns that are needed; it may
+yield others, too. A UserError refuses the file."""
+
+RowSource = Callable[[str, str], Iterator[PlacedRow] | None]
+"""Hook `row_source`: read the rows of a dataset that is no file of a known suffix.
+
+Each process that needs such rows calls it with the path and "train" or "eval". The first result
+that is not None is used. A UserError refuses the dataset."""
+
+PlainRow = Callable[[Mapping[Any, Any], str], dict[str, Any]]
+"""Hook `plain_row`: convert a row to values that JSON and msgpack keep.
+
+It is called with a row that has other values, and its place for errors. Each hook gets the result
+of the one before. A UserError refuses the row."""
+
+TaskForm = Callable[[dict[str, Any]], tuple[str, dict[str, Any]] | None]
+"""Hook `task_form`: recognise a task's row in the form of another library.
+
+It is called with each row of a file. It returns the name of the form and the row with AReaLite's
+columns, or None. The first result that is not None is used."""
 
 ServerFinder = Callable[["ExperimentConfig", dict[str, Any]], Sequence[Any]]
 """Hook `server_finder`: return the running servers that register no name, as entries (`Entry`).

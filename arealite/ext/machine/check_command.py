@@ -17,9 +17,9 @@ from arealite.cli.preflight import (
     print_row,
 )
 from arealite.ext.machine import estimates
+from arealite.ext.machine.task_lines import describe_tasks
 from arealite.ext.models.adapter_options import lora_of
 from arealite.ext.prompts.prompt_checks import longest_request
-from arealite.system.data.tasks import describe
 from arealite.system.names.name_registry import NameRegistry
 
 
@@ -99,7 +99,7 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         num_train = len(facts.train_tasks)
         num_eval = len(facts.eval_tasks)
         yield "data", f"{num_train} tasks to train, {num_eval} held out"
-        yield from describe(config)
+        yield from describe_tasks(config)
         yield "servers", ", ".join(facts.addresses) or _server_hint(config)
         yield "staleness", estimates.staleness(config)
         tasks = [*facts.train_tasks, *facts.eval_tasks]

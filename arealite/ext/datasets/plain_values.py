@@ -19,12 +19,8 @@ from uuid import UUID
 import numpy as np
 
 from arealite.base.errors import UserError, one_line
+from arealite.system.data.sources import LARGEST, PLAIN, SMALLEST
 
-SMALLEST = -(2**63)
-"""Smallest integer in msgpack."""
-LARGEST = 2**64 - 1
-"""Largest integer in msgpack."""
-ALWAYS_PLAIN = {str, bool, type(None)}
 MISSING = {"NAType", "NaTType"}
 """Classes of the missing values of pandas."""
 NARROW = {16: np.float16, 32: np.float32}
@@ -34,7 +30,7 @@ BY_TYPE = re.compile(r"float|map<")
 
 
 def plain_row(row: Mapping[Any, object], place: str) -> dict[str, Any]:
-    """Return a row with plain values.
+    """Return a row with plain values (hook `plain_row`).
 
     Args:
         row: Values by column.
@@ -58,7 +54,7 @@ def _plain(cell: Any, column: str, place: str) -> Any:
         UserError: it has no plain form.
     """
     kind = cast(type[object], type(cell))
-    if kind in ALWAYS_PLAIN or (kind is int and SMALLEST <= cell <= LARGEST):
+    if kind in PLAIN or (kind is int and SMALLEST <= cell <= LARGEST):
         return cell
     try:
         if kind is dict:
@@ -90,7 +86,7 @@ def _is_plain(elements: list[Any]) -> bool:
         return min(elements) >= SMALLEST and max(elements) <= LARGEST
     if kinds == {float}:
         return all(map(math.isfinite, elements))
-    return kinds <= ALWAYS_PLAIN
+    return kinds <= PLAIN
 
 
 def _key(key: Any) -> str:
