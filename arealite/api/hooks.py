@@ -5,6 +5,7 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -312,11 +313,29 @@ RunFailed = Callable[[Path, Path], str]
 A launcher calls it in a thread before it stops the roles, with the folder of their vitals and that
 of their logs, and prints the text. An error is ignored."""
 
-PanelMaker = Callable[[RunPaths], Callable[[int, int], Any]]
-"""Hook `panel`: return what renders the present state of a run, with rich.
 
-A launcher calls it in a thread if its output is a terminal. The result is called every second, with
-the largest width and height. The last entry is used. An error is shown instead of the panel."""
+class Console(Protocol):
+    """Prints the lines of a launcher."""
+
+    @property
+    def has_panel(self) -> bool:
+        """Whether the console shows the progress of the run, so that lines need not."""
+        ...
+
+    def print(self, line: str) -> None:
+        """Print a line."""
+        ...
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Return a context in which the console shows the state of the run."""
+        ...
+
+
+ConsoleMaker = Callable[[RunPaths], Console | None]
+"""Hook `console`: return what prints the lines of a launcher, or None.
+
+A launcher calls it before it starts a role, with the paths of the run. The last result that is not
+None is used; after None from all, lines are printed to stdout. An error ends the run."""
 
 
 class ServerRegistrar(Protocol):

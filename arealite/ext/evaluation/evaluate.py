@@ -31,7 +31,7 @@ from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.config import EvaluateConfig
 from arealite.ext.evaluation.samples import Samples
 from arealite.ext.short_flags.short_flags import describe
-from arealite.impl.launcher.terminal import Terminal
+from arealite.ext.view.terminal import Terminal
 
 WORDS = sampling_run.words("eval")
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))
