@@ -21,6 +21,7 @@ class Package(NamedTuple):
     """An optional package of a part.
 
     The options of an environment may have a method `packages`, which yields those that they need.
+    Hooks `packages` return those of other options.
     """
 
     module: str

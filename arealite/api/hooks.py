@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
+from arealite.api.fields import Package
 from arealite.api.finding import Finding
 from arealite.api.observation import ChatMessage
 from arealite.api.task import Task
@@ -74,6 +75,13 @@ ModuleCheck = Callable[["ExperimentConfig", Any, Head], None]
 
 `arealite check` and `train --dry-run` call it with the config, the model without weights (a module
 of torch on the meta device) and its head. A UserError ends the command."""
+
+
+RunPackages = Callable[["ExperimentConfig"], Iterable[Package]]
+"""Hook `packages`: return the optional packages that options of a run need.
+
+Each start calls it with the config, before it reads a file. `option` of a package is the whole
+option with its value. A run is refused if a module is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

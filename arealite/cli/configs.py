@@ -33,7 +33,6 @@ from arealite.api.trainer import trainers
 from arealite.base import config as base_config
 from arealite.base import entries
 from arealite.base.errors import UserError
-from arealite.base.model_folder import local_folder
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
@@ -147,9 +146,9 @@ def with_model(config: Root) -> Root:
     one here.
 
     Raises:
-        UserError: See model_folder.local_folder; or a file cannot be converted.
+        UserError: A model cannot be downloaded, or a file cannot be converted.
     """
-    path = local_folder(config.model.path)
+    path = config.model.path
     if path:
         path = _converted(path)
     resolved: Root = _with_dtypes(replace(config, model=replace(config.model, path=path)))
@@ -157,7 +156,7 @@ def with_model(config: Root) -> Root:
 
 
 def _converted(path: str) -> str:
-    """Return the model folder of a file of another format; of a model folder, `path` itself."""
+    """Return the model folder of a hub id or a file of another format; else `path` itself."""
     converters: list[ModelFormat] = entries.hooks("model_format")
     return str(entries.first_result(converters, path) or path)
 

@@ -6,6 +6,8 @@ from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.fields import Package
+from arealite.api.hooks import RunPackages
+from arealite.base import entries
 from arealite.base.extras import check_installed, extra_requirement
 from arealite.cli import configs
 
@@ -16,18 +18,11 @@ def check_training_packages(config: ExperimentConfig) -> None:
     Raises:
         UserError: A module is not installed.
     """
-    trainer = config.trainer
-    engine = config.trainer.selected_options.engine
-    section = "trainer.offline" if trainer.is_offline else "trainer.ppo"
-    peft = extra_requirement("lora")
-    if engine.type == "fsdp" and engine.fsdp.lora.rank:
-        option = f"{section}.engine.fsdp.lora.rank={engine.fsdp.lora.rank}"
-        check_installed("peft", peft, option)
-    if config.model.adapter:
-        check_installed("peft", peft, f"model.adapter={config.model.adapter}")
-    if config.launcher.type == "ray":
-        check_installed("ray", extra_requirement("ray"), "launcher.type=ray")
-    if not trainer.is_offline:
+    hooks: list[RunPackages] = entries.hooks("packages")
+    for packages_of in hooks:
+        for package in packages_of(config):
+            check_installed(package.module, package.requirement, package.option)
+    if not config.trainer.is_offline:
         check_sampling_packages(config)
 
 

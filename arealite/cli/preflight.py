@@ -138,20 +138,10 @@ def _check_batch_size(config: ExperimentConfig, num_tasks: int) -> None:
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
     """Check the model's files, and the options that depend on them; see read_model."""
-    path = config.model.path
-    trainer = config.trainer
-    model, shapes = model_folder.read_model(required(path, "model.path"))
-    model_folder.check_context_parallel(
-        model,
-        size=trainer.selected_options.engine.fsdp.context_parallel,
-        ranks=config.launcher.trainer_ranks,
-    )
+    model, shapes = model_folder.read_model(required(config.model.path, "model.path"))
     checks: list[ModelCheck] = entries.hooks("model_check")
     for check in checks:
         check(config, model, shapes)
-    head = offline_run(trainer.type).head if trainer.is_offline else "lm"
-    if head == "lm":
-        model_folder.check_layers(model, path)
     return model, shapes
 
 

@@ -1,10 +1,13 @@
 """What a cluster places: the processes of a run, and the paths that each host must have."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.fields import Package
 from arealite.base.errors import UserError
+from arealite.base.extras import extra_requirement
 
 
 def counts(config: ExperimentConfig) -> dict[str, int]:
@@ -38,3 +41,9 @@ def not_shared(path: object, here: str, host: str) -> UserError:
         "The working directory, cluster.run_root, cluster.name_root, model.path and Python "
         "must be on a file system that every node mounts."
     )
+
+
+def packages_of(config: ExperimentConfig) -> Iterator[Package]:
+    """Yield the package of the launcher for Ray (hook `packages`)."""
+    if config.launcher.type == "ray":
+        yield Package("ray", extra_requirement("ray"), "launcher.type=ray")

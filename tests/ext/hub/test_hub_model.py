@@ -9,12 +9,12 @@ import huggingface_hub
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.base.model_folder import local_folder
+from arealite.ext.hub.hub_model import hub_folder
 
 
 def test_folder_of_a_model_is_unchanged(tmp_path: Path) -> None:
-    assert local_folder(str(tmp_path)) == str(tmp_path)
-    assert local_folder("no/such/folder") == "no/such/folder", "the run reports a missing folder"
+    assert hub_folder(str(tmp_path)) is None
+    assert hub_folder("no/such/folder") is None, "the run reports a missing folder"
 
 
 def test_misspelled_folder_beside_others_is_no_model_of_the_hub(
@@ -22,7 +22,7 @@ def test_misspelled_folder_beside_others_is_no_model_of_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kit").mkdir()
-    assert local_folder("kit/modle") == "kit/modle", "the run reports a missing folder"
+    assert hub_folder("kit/modle") is None, "the run reports a missing folder"
 
 
 def test_model_of_the_hub_is_its_downloaded_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_model_of_the_hub_is_its_downloaded_folder(monkeypatch: pytest.MonkeyPat
         return f"/cache/{name}"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert local_folder("Qwen/Qwen3-0.6B") == "/cache/Qwen/Qwen3-0.6B"
+    assert hub_folder("Qwen/Qwen3-0.6B") == Path("/cache/Qwen/Qwen3-0.6B")
 
 
 def test_model_of_an_unreachable_hub_is_refused_with_the_fix(
@@ -42,4 +42,4 @@ def test_model_of_an_unreachable_hub_is_refused_with_the_fix(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(UserError, match=r"no route to host.*Name a folder, or download the model"):
-        local_folder("Qwen/Qwen3-0.6B")
+        hub_folder("Qwen/Qwen3-0.6B")
