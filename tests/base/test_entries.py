@@ -87,7 +87,7 @@ def test_own_name_wins_over_one_of_another_package(site: Path):
 
 
 def test_entries_of_an_installed_arealite_are_not_those_of_another_package(site: Path):
-    targets = {"reverse": "arealite.impl.env.reverse:ReverseEnv", "room": "arealite_room:Room"}
+    targets = {"reverse": "arealite.ext.games.reverse:ReverseEnv", "room": "arealite_room:Room"}
     install(site, "arealite", {"env": targets}, at_ns=OLD_NS)
     assert entries.installed("env") == {"room": "arealite_room:Room"}
 

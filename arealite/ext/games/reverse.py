@@ -10,10 +10,10 @@ from itertools import count
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.env_config import ReverseConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
-from arealite.impl.env.prompt_texts import PROMPTS
+from arealite.ext.games.config import ReverseConfig
+from arealite.ext.games.prompt_texts import PROMPTS
 
 ASK = PROMPTS["reverse"]
 
