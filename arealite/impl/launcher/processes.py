@@ -22,6 +22,8 @@ from arealite.impl.launcher.exit_reason import ERROR, exit_reason
 
 PARENT = "AREALITE_PARENT"
 """Environment variable with the id of the parent process that restarts this one."""
+IS_KEPT = "AREALITE_IS_KEPT"
+"""Environment variable of a server whose parent restarts it."""
 GUARD = """
 exec 3<&0 </dev/null
 (trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &

@@ -46,7 +46,8 @@ SERVER = """
 import os, sys
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.launcher import server_supervisor, supervisor
+from arealite.ext.embedded import server_supervisor
+from arealite.impl.launcher import supervisor
 supervisor.PAUSES_S = (0.0, 600.0)
 names = {"name_root": os.environ["NAMES"]}
 config = ServerConfig(experiment_name="e", trial_name="t", cluster=ClusterConfig(**names))

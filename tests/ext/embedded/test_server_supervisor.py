@@ -17,7 +17,8 @@ RUN = """
 import sys
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.launcher import server_supervisor, supervisor
+from arealite.ext.embedded import server_supervisor
+from arealite.impl.launcher import supervisor
 supervisor.PAUSES_S = (0.0, 0.02)
 server_supervisor.TERMINATE_S = float(sys.argv[3])
 config = ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1]))

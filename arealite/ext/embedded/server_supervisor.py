@@ -13,7 +13,7 @@ from arealite.api.experiment_config import ServerConfig, name_dir
 from arealite.base import exit_record
 from arealite.base.signals import STOP, on_stop
 from arealite.impl.launcher import supervisor
-from arealite.impl.launcher.processes import Child
+from arealite.impl.launcher.processes import IS_KEPT, Child
 from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter
 from arealite.impl.launcher.supervisor import ROLE, Role
 from arealite.system.health import vitals
@@ -25,8 +25,6 @@ TERMINATE_S = 10.0
 PLANNED = (0, 130, *supervisor.STOPPING)
 """Exit codes after which the server is not started again."""
 KIND = "llm_server"
-IS_KEPT = "AREALITE_IS_KEPT"
-"""Environment variable of a server whose parent restarts it."""
 
 
 class ServerSupervisor(supervisor.Supervisor):
