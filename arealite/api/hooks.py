@@ -315,6 +315,18 @@ class HealthMonitorMaker(Protocol):
         ...
 
 
+RoleStacks = Callable[[], str]
+"""Hook `role_stacks`: return the stacks of this process, one a line.
+
+The thread that writes the vitals of a role calls it when the stacks are requested; the role may
+hang. It is imported when the role starts."""
+
+ExitReason = Callable[[str, int], str | None]
+"""Hook `exit_reason`: return the line of a process's output that says why it ended, or None.
+
+A supervisor calls it about a process that wrote no record of its end, with the end of its output
+and its exit code (`Child.code`). The first result that is not None is used."""
+
 RunFailed = Callable[[Path, Path], str]
 """Hook `run_failed`: return a text about a run that fails, "" for none.
 

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.base import exit_record
+from arealite.base import entries, exit_record
 from arealite.base.errors import UserError
+from arealite.base.exit_record import ERROR
 from arealite.base.signals import ignore_other_stops, kill_with_parent
-from arealite.impl.launcher.exit_reason import ERROR, exit_reason
+
+if TYPE_CHECKING:
+    from arealite.api.hooks import ExitReason
 
 PARENT = "AREALITE_PARENT"
 """Environment variable with the id of the parent process that restarts this one."""
@@ -103,9 +106,10 @@ class Child:
     def _own_reason(self) -> str:
         """Return the reason that the process gave, with the prefix ERROR if it is deliberate."""
         record = exit_record.read(self.record) if self.record and self.code > 0 else None
-        if record is None:
-            return exit_reason(self._output(), self.code)
-        return f"{ERROR}{record.reason}" if record.is_deliberate else record.reason
+        if record is not None:
+            return f"{ERROR}{record.reason}" if record.is_deliberate else record.reason
+        readers: list[ExitReason] = entries.hooks("exit_reason")
+        return entries.first_result(readers, self._output(), self.code) or ""
 
     def _summary(self, own_reason: str) -> str:
         reason = self.reason or own_reason.removeprefix(ERROR)

@@ -6,10 +6,8 @@ That is another program, or native code that aborted. A process of AReaLite writ
 
 import signal
 
-from arealite.base.exit_record import MAX_REASON
+from arealite.base.exit_record import ERROR, MAX_REASON
 
-ERROR = "error: "
-"""Prefix of the line in which a command reports a deliberately raised error."""
 RAISED = 4
 """Exit codes from 1 to this one follow an exception; higher codes are chosen by the program."""
 TRACEBACK = "Traceback (most recent call last)"
@@ -21,6 +19,7 @@ ASSERTION = "Assertion `"
 def exit_reason(output: str, code: int) -> str:
     """Return the line of `output` that gives the reason for an end with `code`, "" for none.
 
+    It is a hook `exit_reason`.
     A process that was killed by SIGKILL, for example for lack of memory, could not write a reason.
 
     Args:

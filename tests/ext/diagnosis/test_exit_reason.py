@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.impl.launcher.exit_reason import exit_reason
+from arealite.ext.diagnosis.exit_reason import exit_reason
 from arealite.impl.launcher.processes import Child, how_ended, spawn
 
 GROUP = """
