@@ -58,6 +58,12 @@ An agent calls it before the second prompt of a conversation. None means that th
 render the sampled answers; GPT-OSS' template refuses them. The first result that is not None is
 used. An error fails the episode."""
 
+StageParser = Callable[[Any, Sequence[str]], Sequence["ExperimentConfig"] | None]
+"""Hook `stages`: parse a command line of `train` that has several runs, or None.
+
+`train` and `check` call it with their `CommandLine` and the words after the command. The first
+result that is not None is used: the config of each run. A UserError ends the command."""
+
 ModelFormat = Callable[[str], Path | None]
 """Hook `model_format`: convert a model of another format into a Hugging Face folder.
 

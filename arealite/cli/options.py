@@ -1,17 +1,14 @@
-"""Command lines: --config, dotted overrides, flags, --help with all keys, and stages of `train`."""
+"""Command lines: --config, dotted overrides, flags, and --help with all keys."""
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.cli import presets
 from arealite.cli.line_wrap import fold
-from arealite.cli.texts import TEXTS
-
-THEN = TEXTS["stages"]
 
 SHORT = {"model": "model.path", "dataset": "dataset.train"}
 """Keys of words that other programs use as flags."""
@@ -51,17 +48,6 @@ class CommandLine:
                 overrides.append(word)
         paths = [presets.find(file) for file in files]
         return Layers(files=paths or [self.default], overrides=overrides)
-
-    def parse_stages(self, argv: Sequence[str]) -> list[Layers]:
-        """Parse arguments with `--then FILE`; return the Layers of each stage."""
-        line = replace(self, more=f"{THEN}\n")
-        stages = [list[str]()]
-        for word in argv:
-            if word == "--then" or word.startswith("--then="):
-                stages.append(["--config", *word.split("=", 1)[1:]])
-            else:
-                stages[-1].append(word)
-        return [line.parse(stage) for stage in stages]
 
     def _parser(self, *, is_help: bool) -> argparse.ArgumentParser:
         """Return the parser. Its help lists the keys only if `is_help`, which takes time."""

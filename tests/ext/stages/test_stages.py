@@ -11,7 +11,8 @@ import pytest
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
-from arealite.cli import configs, options, train
+from arealite.cli import options, train
+from arealite.ext.stages.stages import load_stages, split
 
 Write = Callable[[str, dict[str, Any]], Path]
 
@@ -30,11 +31,11 @@ def parse(*argv: str | Path) -> list[options.Layers]:
     line = options.CommandLine(
         command="train.py", description="", schema=ExperimentConfig, default=Path("default.yaml")
     )
-    return line.parse_stages([str(word) for word in argv])
+    return split(line, [str(word) for word in argv])
 
 
 def load(*argv: str | Path) -> list[ExperimentConfig]:
-    return configs.load_stages(parse(*argv))
+    return load_stages(parse(*argv))
 
 
 def test_then_splits_the_command_line_into_stages() -> None:
