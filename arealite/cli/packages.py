@@ -1,6 +1,7 @@
 """Checks that the optional packages of a run's options are installed, before any process starts."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
@@ -8,7 +9,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.fields import Package
 from arealite.api.hooks import RunPackages
 from arealite.base import entries
-from arealite.base.extras import check_installed, extra_requirement
+from arealite.base.extras import check_installed
 from arealite.cli import configs
 
 
@@ -40,17 +41,18 @@ def check_sampling_packages(config: ExperimentConfig) -> None:
             _check_env(part.env, f"trainer.ppo.collector.{section}")
     if launcher.llm_servers and launcher.type == "local":
         server = configs.own_server(config).llm_server
-        if server.type == "sglang" and not server.sglang.python:
+        for package in _packages_of(server.selected_options):
             option = f"launcher.server_args={launcher.server_args}"
-            check_installed("sglang", extra_requirement("sglang"), option)
+            check_installed(package.module, package.requirement, option)
 
 
 def _check_env(env: EnvConfig, section: str) -> None:
     """Check the packages that the environment's options ask for (api.fields.Package)."""
-    options = envs.options(env)
-    if not hasattr(options, "packages"):
-        return
-    packages: Iterable[Package] = options.packages()
-    for package in packages:
+    for package in _packages_of(envs.options(env)):
         option = f"{env.type}.{package.option}" if package.option else f"type={env.type}"
         check_installed(package.module, package.requirement, f"{section}.{option}")
+
+
+def _packages_of(options: Any) -> Iterable[Package]:
+    """Return the optional packages that the options of a part ask for."""
+    return options.packages() if hasattr(options, "packages") else ()

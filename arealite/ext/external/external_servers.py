@@ -23,7 +23,7 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.impl.server.sglang_api import follow, total_load
+from arealite.ext.sglang.sglang_api import follow, total_load
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
 

@@ -18,8 +18,8 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.folder_checks import check_address, check_folder
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.base.signals import on_stop
+from arealite.ext.sglang.sglang_process import Launch, SGLangProcess
 from arealite.impl.launcher.processes import take_ports
-from arealite.impl.server.sglang_process import Launch, SGLangProcess
 from arealite.system.names.name_registry import NameRegistry
 from arealite.system.names.trial_secret import FILE
 

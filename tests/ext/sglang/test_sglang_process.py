@@ -23,10 +23,10 @@ import structlog.testing
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
+from arealite.ext.sglang import sglang_process, sglang_server
+from arealite.ext.sglang.sglang_process import SGLangProcess
+from arealite.ext.sglang.sglang_server import SGLangServer
 from arealite.impl.launcher.processes import Child, take_ports
-from arealite.impl.server import sglang_process, sglang_server
-from arealite.impl.server.sglang_process import SGLangProcess
-from arealite.impl.server.sglang_server import SGLangServer
 from arealite.system.health import waits
 from arealite.system.names.name_registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config

@@ -19,9 +19,9 @@ import msgspec
 from arealite.api.experiment_config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
+from arealite.ext.sglang.sglang_api import follow, total_load
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
-from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health import vitals
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import NameRegistry

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.impl.server.sglang_server import plan
+from arealite.ext.sglang.sglang_server import plan
 from tests.fakes.sglang_program import Program
 from tests.fakes.sglang_program import wrapper_config as config
 
