@@ -14,6 +14,7 @@ from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
 from arealite.api.fields import Package
 from arealite.api.finding import Finding
+from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
 from arealite.api.task import Task
 from arealite.api.task_sampler import TaskSampler
@@ -320,6 +321,13 @@ class HealthMonitorMaker(Protocol):
         """
         ...
 
+
+LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
+"""Hook `logger_opener`: open a metric logger of a run, or None.
+
+Rank 0 calls it with the run folder and the class of each logger besides `jsonl`. The first result
+that is not None is used; after None from all, the class is called itself. An error ends the trainer.
+"""
 
 RoleStacks = Callable[[], str]
 """Hook `role_stacks`: return the stacks of this process, one a line.

@@ -25,15 +25,6 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     return {}
 
 
-def has_chat_template(folder: Path | str) -> bool:
-    """Return whether the tokenizer in a folder has a chat template."""
-    template_file = Path(folder).expanduser() / "chat_template.jinja"
-    if template_file.is_file():
-        return True
-    settings = read_json(folder, "tokenizer_config.json")
-    return bool(settings.get("chat_template"))
-
-
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files that transformers loads from a folder."""
     single_file = folder / "model.safetensors"

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import msgspec
 
-from arealite.system.data.forms import DatasetRow, is_schema
+from arealite.ext.offline.tool_schemas import is_schema
+from arealite.system.data.forms import DatasetRow
 
 CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
 """Columns of a row of sft, dpo and reward."""

@@ -16,8 +16,9 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import PlacedRow
 from arealite.base.errors import UserError
 from arealite.ext.offline.answers import RenderedConversation, special_tokens
+from arealite.ext.offline.tool_schemas import read_tools
 from arealite.ext.prompts.rendering_probes import unread_keys
-from arealite.system.data.forms import check_prompt, read_tools, tool_calls
+from arealite.system.data.forms import check_prompt, tool_calls
 from arealite.system.data.templates import common_prefix_length, encode, tokenize
 
 if TYPE_CHECKING:

@@ -11,13 +11,22 @@ from arealite.api.hooks import RunFacts
 from arealite.api.observation import ChatMessage, messages
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.base.model_folder import has_chat_template, read_json, vocab_size
+from arealite.base.model_folder import read_json, vocab_size
 from arealite.cli.preflight import print_row
 from arealite.ext.prompts.rendering_probes import dropped_messages, rendered_marker, unread_keys
 from arealite.system.data.tasks import FIRST_ROWS
 from arealite.system.data.templates import render_prompt, tokenize
 
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
+
+
+def has_chat_template(folder: Path | str) -> bool:
+    """Return whether the tokenizer in a folder has a chat template."""
+    template_file = Path(folder).expanduser() / "chat_template.jinja"
+    if template_file.is_file():
+        return True
+    settings = read_json(folder, "tokenizer_config.json")
+    return bool(settings.get("chat_template"))
 
 
 def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterable[tuple[str, str]]:

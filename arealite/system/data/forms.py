@@ -176,39 +176,10 @@ def for_template(message: Any, template: str) -> dict[str, Any]:
         if field is not None or key == "content":
             prepared[key] = field
     if calls := tool_calls(message):
-        prepared["tool_calls"] = [_without_nulls(call) for call in calls]
+        prepared["tool_calls"] = [without_nulls(call) for call in calls]
     prepared["role"] = template_role(message["role"], template)
     thought = thought_of(message)
     return with_thought(prepared, thought) if thought else prepared
-
-
-def read_tools(tools: object, place: str) -> list[dict[str, Any]]:
-    """Return the schemas in a row's column `tools`: a list, or JSON text of a list; [] for null.
-
-    Raises:
-        UserError: the column is neither, or a schema has no name.
-    """
-    decoded = tools
-    if isinstance(tools, str):
-        with suppress(msgspec.DecodeError):
-            decoded = cast(object, msgspec.json.decode(tools)) if tools.strip() else None
-    schemas = cast(list[object], [] if decoded is None else decoded)
-    is_list = isinstance(decoded, list | None)
-    if not is_list or not all(map(is_schema, schemas)):
-        raise UserError(
-            f"{place}: `tools` must be a list of function schemas, or JSON text of such a list. "
-            'Write [{"type": "function", "function": {"name": …, "parameters": …}}, …].'
-        )
-    return [_without_nulls(schema) for schema in schemas]
-
-
-def is_schema(schema: object) -> bool:
-    """Return whether a value is the schema of a function, or a tool with one."""
-    fields = cast(DatasetRow, schema) if isinstance(schema, dict) else DatasetRow()
-    function = fields.get("function") or fields
-    if not isinstance(function, dict):
-        return False
-    return isinstance(cast(DatasetRow, function).get("name"), str)
 
 
 def template_role(role: str, template: str = "") -> str:
@@ -223,7 +194,7 @@ def template_role(role: str, template: str = "") -> str:
     return role
 
 
-def _without_nulls(node: Any, key: str = "") -> Any:
+def without_nulls(node: Any, key: str = "") -> Any:
     """Return a JSON value without null fields, and with decoded `arguments`.
 
     Args:
@@ -235,10 +206,10 @@ def _without_nulls(node: Any, key: str = "") -> Any:
             return msgspec.json.decode(node)
     if isinstance(node, dict):
         return {
-            name: _without_nulls(field, name)
+            name: without_nulls(field, name)
             for name, field in cast(DatasetRow, node).items()
             if field is not None
         }
     if isinstance(node, list):
-        return [_without_nulls(element) for element in cast(list[Any], node)]
+        return [without_nulls(element) for element in cast(list[Any], node)]
     return node

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from arealite.api.experiment_config import ExperimentConfig, LoggerConfig
 from arealite.api.logger import MetricLogger
 from arealite.api.trial import ClusterConfig
-from arealite.impl.logger import isolated
-from arealite.impl.logger.isolated import IsolatedLogger, without_secrets
+from arealite.ext.loggers import isolated
+from arealite.ext.loggers.isolated import IsolatedLogger, without_secrets
 from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.components import open_loggers
 
