@@ -326,7 +326,7 @@ LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
 """Hook `logger_opener`: open a metric logger of a run, or None.
 
 Rank 0 calls it with the run folder and the class of each logger besides `jsonl`. The first result
-that is not None is used; after None from all, the class is called itself. An error ends the trainer.
+that is not None is used; after None from all, the class itself is called. An error ends training.
 """
 
 RoleStacks = Callable[[], str]
