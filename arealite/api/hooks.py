@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
 from arealite.api.fields import Package
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
 from arealite.api.task import Task

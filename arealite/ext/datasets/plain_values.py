@@ -29,7 +29,10 @@ BY_TYPE = re.compile(r"float|map<")
 """Matches the text of an Arrow type that `_by_type` converts: halffloat, float and maps."""
 
 
-def plain_row(row: Mapping[Any, object], place: str) -> dict[str, Any]:
+def plain_row(
+    row: Mapping[Any, object],
+    place: str,
+) -> dict[str, Any]:
     """Return a row with plain values (hook `plain_row`).
 
     Args:
@@ -42,7 +45,11 @@ def plain_row(row: Mapping[Any, object], place: str) -> dict[str, Any]:
     return {str(name): _plain(cell, str(name), place) for name, cell in row.items()}
 
 
-def _plain(cell: Any, column: str, place: str) -> Any:
+def _plain(
+    cell: Any,
+    column: str,
+    place: str,
+) -> Any:
     """Return a plain value.
 
     Args:
@@ -151,7 +158,10 @@ CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 # ------------------------------------------------------------ tables
 
 
-def rows_of(data: Any, place: object) -> Iterable[Any]:
+def rows_of(
+    data: Any,
+    place: object,
+) -> Iterable[Any]:
     """Return the rows of a datasets.Dataset, a DataFrame or an Arrow table; else the data itself.
 
     Args:
@@ -171,7 +181,10 @@ def rows_of(data: Any, place: object) -> Iterable[Any]:
     return data
 
 
-def arrow_rows(table: Any, place: object) -> Iterator[dict[str, Any]]:
+def arrow_rows(
+    table: Any,
+    place: object,
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow table.
 
     Raises:
@@ -183,7 +196,11 @@ def arrow_rows(table: Any, place: object) -> Iterator[dict[str, Any]]:
         yield dict(zip(names, cells, strict=True))
 
 
-def _arrow_values(column: Any, name: str, place: object) -> list[Any]:
+def _arrow_values(
+    column: Any,
+    name: str,
+    place: object,
+) -> list[Any]:
     """Return the values of a column of an Arrow table.
 
     Raises:
@@ -205,7 +222,10 @@ def _arrow_values(column: Any, name: str, place: object) -> list[Any]:
     raise UserError(f"{place}: {name} has the type {column.type}. Cast it to text.")
 
 
-def _by_type(value: Any, kind: Any) -> Any:
+def _by_type(
+    value: Any,
+    kind: Any,
+) -> Any:
     """Return a value of Arrow with maps as dicts, and float16 and float32 as numbers of numpy."""
     types = importlib.import_module("pyarrow").types
     if value is None:

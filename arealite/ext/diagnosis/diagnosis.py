@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
-from arealite.api.finding import Cause, Finding
+from arealite.api.findings import Cause, Finding
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
 from arealite.system.health.role_status import FORGET_DEAD_S, RoleStatus, read_roles

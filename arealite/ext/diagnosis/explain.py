@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.ext.diagnosis.diagnosis import ABSENT_S, WaitGraph, examine
 from arealite.system.health.role_status import RoleStatus, read_roles
 from arealite.system.health.vitals import STACKS_REQUEST, Waits, modified_ns, process_state

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arealite.api.finding import Cause, Finding
+from arealite.api.findings import Cause, Finding
 from arealite.api.hooks import WatchedSupervisor
 from arealite.base import log
 from arealite.ext.diagnosis.diagnosis import examine

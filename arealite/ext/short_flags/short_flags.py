@@ -16,7 +16,10 @@ class Word(NamedTuple):
     """Overrides, separated by spaces; `{}` stands for the value."""
 
 
-def translate(argv: Sequence[str], words: Sequence[Word]) -> tuple[list[str], set[str]]:
+def translate(
+    argv: Sequence[str],
+    words: Sequence[Word],
+) -> tuple[list[str], set[str]]:
     """Replace flags by the overrides they stand for.
 
     Args:

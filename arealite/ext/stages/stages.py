@@ -19,7 +19,10 @@ stages: --config sft model.path=M dataset.train=chats.jsonl \\
 """The rules of stages, for `--help`."""
 
 
-def parse(line: options.CommandLine, argv: Sequence[str]) -> list[ExperimentConfig] | None:
+def parse(
+    line: options.CommandLine,
+    argv: Sequence[str],
+) -> list[ExperimentConfig] | None:
     """Return the config of each stage; None for a command line without `--then` (hook `stages`).
 
     Raises:
@@ -30,7 +33,10 @@ def parse(line: options.CommandLine, argv: Sequence[str]) -> list[ExperimentConf
     return load_stages(split(line, argv)) if is_help or has_stages else None
 
 
-def split(line: options.CommandLine, argv: Sequence[str]) -> list[options.Layers]:
+def split(
+    line: options.CommandLine,
+    argv: Sequence[str],
+) -> list[options.Layers]:
     """Parse arguments with `--then FILE`; return the Layers of each stage."""
     line = replace(line, more=f"{THEN}\n")
     stages = [list[str]()]

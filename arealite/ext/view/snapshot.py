@@ -12,7 +12,7 @@ from typing import Literal, cast
 from omegaconf import DictConfig, OmegaConf
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base import config as base_config

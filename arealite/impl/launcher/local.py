@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.api.hooks import LedgerAudit, RunCompanion, RunFailed
 from arealite.api.launcher import Launcher
 from arealite.base import entries, exit_record

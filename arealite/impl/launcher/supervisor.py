@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.api.hooks import HealthMonitorMaker
 from arealite.base import entries
 from arealite.base.errors import InvariantError, RoleError, UserError

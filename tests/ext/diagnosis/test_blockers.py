@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.ext.diagnosis.diagnosis import examine
 from arealite.system.health import vitals
 from tests.system.health.living import BLOCKED, BURSTS, IDLE, WAITS, innermost, living, shown

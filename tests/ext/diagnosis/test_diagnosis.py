@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.ext.diagnosis.diagnosis import examine
 from arealite.system.health import vitals
 from arealite.system.health.vitals import Waits

@@ -13,7 +13,7 @@ from typing import cast
 import psutil
 import pytest
 
-from arealite.api.finding import Cause, Finding
+from arealite.api.findings import Cause, Finding
 from arealite.ext.diagnosis import health_monitor
 from arealite.ext.diagnosis.health_monitor import HealthMonitor, describe
 from arealite.impl.launcher.processes import Child

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from arealite.api.finding import Finding
+from arealite.api.findings import Finding
 from arealite.ext.view.panel import BAR, SPARK, bar, panel, spark
 from arealite.ext.view.snapshot import PUBLISHING, MetricsReader, Snapshot
 from arealite.impl.logger.metrics_file import MetricsLine
