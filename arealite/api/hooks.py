@@ -14,6 +14,7 @@ from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
 from arealite.api.fields import Package
 from arealite.api.findings import Finding
+from arealite.api.llm import LLMRequest
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
 from arealite.api.task import Task
@@ -328,6 +329,11 @@ LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
 Rank 0 calls it with the run folder and the class of each logger besides `jsonl`. The first result
 that is not None is used; after None from all, the class itself is called. An error ends training.
 """
+
+AnswerStreamMaker = Callable[[LLMRequest], Any]
+"""Hook `answer_stream`: return what reads the events of a streamed answer (`AnswerStream`).
+
+The client calls it for each attempt of a request with `on_tokens`. The last entry is used."""
 
 RoleStacks = Callable[[], str]
 """Hook `role_stacks`: return the stacks of this process, one a line.

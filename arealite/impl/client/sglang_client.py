@@ -8,13 +8,15 @@ version that its server returned.
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
-from arealite.base import log
+from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
 from arealite.impl.client import sglang_messages
@@ -37,6 +39,12 @@ COUNTERS = (
     *("requests", "interruptions", "resubmissions", "failovers"),
     *("server_errors", "stale_answers", "server_waits", "server_wait_s"),
 )
+
+
+@cache
+def _streams() -> list[Callable[[LLMRequest], sglang_messages.AnswerStream]]:
+    """Return what reads streamed answers."""
+    return entries.hooks("answer_stream")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,7 +207,7 @@ class SGLangClient(LLMClient):
         """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
-        stream = None if request.on_tokens is None else sglang_messages.Stream(request)
+        stream = None if request.on_tokens is None else _streams()[-1](request)
         body = self._encode_body(generation, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
@@ -214,7 +222,7 @@ class SGLangClient(LLMClient):
             server.mark_entry_stale()
             self._directory.request_refresh()
             await self._retry(generation, server, "failovers", str(error))
-            return stream and stream.answer
+            return stream.answer if stream is not None else None
         if status == 200:
             if stream is not None and stream.answer is not None:
                 return stream.answer
@@ -228,7 +236,7 @@ class SGLangClient(LLMClient):
                 raise GenerationRefused(f"{server.address}: {message}")
         generation.errors += 1
         await self._retry(generation, server, "server_errors", message)
-        return stream and stream.answer
+        return stream.answer if stream is not None else None
 
     def _encode_body(self, generation: GenerationState, rid: str, *, is_stream: bool) -> bytes:
         """Return the JSON body of an attempt: the prompt and the tokens so far."""
@@ -259,7 +267,7 @@ class SGLangClient(LLMClient):
         server: LLMServerState,
         rid: str,
         body: bytes,
-        stream: sglang_messages.Stream | None,
+        stream: sglang_messages.AnswerStream | None,
     ) -> tuple[int, bytes]:
         """Post a request, and abort it if it is cancelled; return status and body of the reply.
 
