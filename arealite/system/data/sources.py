@@ -3,6 +3,7 @@
 Each row comes with its place, such as "data.jsonl, line 3", for errors.
 """
 
+import copy
 import math
 import os
 import re
@@ -153,9 +154,9 @@ def plain_row(row: Mapping[Any, Any], place: str) -> dict[str, Any]:
     Raises:
         UserError: A value has no plain form; the error names its column and type.
     """
+    if _is_plain(row):
+        return copy.deepcopy({**row})  # an environment may change its row later
     plain: dict[str, Any] = {**row}
-    if _is_plain(plain):
-        return plain
     converters: list[PlainRow] = entries.hooks("plain_row")
     for convert in converters:
         plain = convert(plain, place)
@@ -171,8 +172,8 @@ def _is_plain(node: object) -> bool:
         return all(type(key) is str for key in members) and all(map(_is_plain, members.values()))
     if kind is list:
         return all(map(_is_plain, cast(list[object], node)))
-    if isinstance(node, float):
-        return kind is float and math.isfinite(node)
+    if kind is float:
+        return math.isfinite(cast(float, node))
     if kind is int:
         return SMALLEST <= cast(int, node) <= LARGEST
     return kind in PLAIN
