@@ -8,13 +8,12 @@ version that its server returned.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 
 import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import AnswerStreamMaker
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
@@ -39,12 +38,6 @@ COUNTERS = (
     *("requests", "interruptions", "resubmissions", "failovers"),
     *("server_errors", "stale_answers", "server_waits", "server_wait_s"),
 )
-
-
-@cache
-def _streams() -> list[Callable[[LLMRequest], sglang_messages.AnswerStream]]:
-    """Return what reads streamed answers."""
-    return entries.hooks("answer_stream")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +111,8 @@ class SGLangClient(LLMClient):
         )
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
+        self._stream_makers: list[AnswerStreamMaker] = []
+        """What reads streamed answers; the last one is used."""
 
     async def start(self) -> None:
         """Open connections; wait up to `server_wait_s` for the first server.
@@ -130,6 +125,7 @@ class SGLangClient(LLMClient):
         # Aborts have their own connections, because generations may use every one of the pool. Each
         # server has 16 of them, so that a silent server delays aborts at no other server.
         self._abort_pools = defaultdict[str, Pool](lambda: Pool(connect_s, limit=16))
+        self._stream_makers = await asyncio.to_thread(entries.hooks, "answer_stream")
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
@@ -207,7 +203,7 @@ class SGLangClient(LLMClient):
         """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
-        stream = None if request.on_tokens is None else _streams()[-1](request)
+        stream = None if request.on_tokens is None else self._stream_makers[-1](request)
         body = self._encode_body(generation, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
