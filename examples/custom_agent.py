@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from _run import ONE_GPU, sorting, train
 
 from arealite.api.agent import agents
-from arealite.api.agent_config import ChatConfig
 from arealite.api.fields import opt
-from arealite.impl.agent.chat import ChatAgent
+from arealite.ext.agents.chat import ChatAgent
+from arealite.ext.agents.config import ChatConfig
 
 
 @dataclass(frozen=True, kw_only=True)

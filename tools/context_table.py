@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.base.model_folder import Shapes, check_context_parallel
+from arealite.base.model_folder import Shapes
 from arealite.cli import configs
 from arealite.ext.machine import estimates
+from arealite.ext.models.parallel_options import check_context_parallel
 
 MODELS = {  # Qwen2.5: hidden, layers, intermediate, heads, key heads, vocabulary, tied
     "1.5 B": (1536, 28, 8960, 12, 2, 151936, True),

@@ -45,7 +45,7 @@ ROWS = {
     "ext/distributed/distributed_publisher.py": "publish/distributed/embedded",
     "ext/self_check/plain_copy.py": "command: arealite check --model",
     "ext/embedded/group_member.py": "publish/distributed/embedded",
-    "impl/server/sglang_server.py": "publish/disk/sglang",
+    "ext/sglang/sglang_server.py": "publish/disk/sglang",
     "ext/embedded/weight_loading.py": "publish/disk/embedded",
     "impl/trainer/rank_group.py": "train/padded/float32",
 }

@@ -43,7 +43,7 @@ from tools.timed_parts import Day, Part  # noqa: E402
 PARTS = "machine", "tests", "training", "serving", "async", "lesson"
 WORDS_OF_PYTEST = "passed", "failed", "errors", "skipped", "deselected"
 TEST_WORKERS = 8
-GPU_TESTS = "impl/engine", "ext/models", "ext/embedded", "impl/server", "ext/external"
+GPU_TESTS = "impl/engine", "ext/models", "ext/embedded", "ext/sglang", "ext/external"
 """Folders of the tests of engine and servers."""
 TEST_LIMIT_S = 60
 MAX_FAILURES = 20

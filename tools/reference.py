@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig  # noqa: E402
 from arealite.api.logger import loggers  # noqa: E402
-from arealite.api.sampling import CollectConfig, EvaluateConfig  # noqa: E402
 from arealite.base import config as base_config  # noqa: E402
 from arealite.base import errors  # noqa: E402
 from arealite.base.extras import extra_requirement  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
+from arealite.ext.evaluation.config import CollectConfig, EvaluateConfig  # noqa: E402
 from arealite.ext.hosting.server_config import EnvServerConfig  # noqa: E402
-from arealite.impl.logger.metric_names import catalogue  # noqa: E402
+from arealite.ext.view.metric_names import catalogue  # noqa: E402
 from tools import reference_python  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"

@@ -6,11 +6,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent_config import AgentConfig
-from arealite.api.checked import checked
 from arealite.api.episode import Action, EpisodeRecord, Seat, finite
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
 from arealite.api.tokenizer import Tokenizer, load_with_transformers
@@ -23,6 +22,22 @@ if TYPE_CHECKING:
     from arealite.api.hooks import TokenizerReader
     from arealite.api.llm import SamplingConfig
     from arealite.api.turns import Origin
+
+
+def _checked(act: Any) -> Any:
+    """Return `act` of a class of agents; it raises UserError if its result is no Action."""
+
+    @wraps(act)
+    async def checked_act(self: object, observation: object) -> Action:
+        action = await act(self, observation)
+        if isinstance(action, Action):
+            return action
+        name = getattr(act, "__qualname__", "act")
+        raise UserError(
+            f"{name} returned {action!r:.60}: an agent returns an Action, for example Action(text)."
+        )
+
+    return checked_act
 
 
 class Agent(ABC):
@@ -39,7 +54,7 @@ class Agent(ABC):
     def __init_subclass__(cls) -> None:
         """Check the results of `act`. The class does it: an agent has no reference to itself."""
         if "act" in vars(cls):
-            setattr(cls, "act", checked(cls.act))  # noqa: B010  (a method)
+            setattr(cls, "act", _checked(cls.act))  # noqa: B010  (a method)
 
     def __init__(self, config: Any, *, client: LLMClient, tokenizer: Tokenizer, seat: Seat) -> None:
         self.config = config

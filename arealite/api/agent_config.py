@@ -2,8 +2,17 @@
 
 from dataclasses import dataclass
 
-from arealite.api.agent_options import ChatConfig, MathCodeSingleStepConfig
-from arealite.api.fields import named, part, with_options_of
+from arealite.api.fields import named, opt, part, with_options_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathCodeSingleStepConfig:
+    """An agent with one prompt and one completion."""
+
+    system_prompt: str | None = opt(None, "system message before the task's messages")
+    use_chat_template: bool | None = opt(
+        None, "send a text as a user message in the model's chat template; null: if it has one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,4 +22,3 @@ class AgentConfig:
 
     type: str = named("agent", "math_code_single_step", "registered name of the agent")
     math_code_single_step: MathCodeSingleStepConfig = part(MathCodeSingleStepConfig)
-    chat: ChatConfig = part(ChatConfig)

@@ -20,7 +20,9 @@ The error begins with an option's name; base.config.check_constraints prefixes t
 class Package(NamedTuple):
     """An optional package of a part.
 
-    The options of an environment may have a method `packages`, which yields those that they need.
+    The options of an environment or a server may have a method `packages`, which yields those that
+    they need.
+    Hooks `packages` return those of other options.
     """
 
     module: str

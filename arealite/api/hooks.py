@@ -5,13 +5,18 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
+from arealite.api.fields import Package
+from arealite.api.findings import Finding
+from arealite.api.llm import LLMRequest
+from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
 from arealite.api.task import Task
 from arealite.api.task_sampler import TaskSampler
@@ -56,6 +61,12 @@ An agent calls it before the second prompt of a conversation. None means that th
 render the sampled answers; GPT-OSS' template refuses them. The first result that is not None is
 used. An error fails the episode."""
 
+StageParser = Callable[[Any, Sequence[str]], Sequence["ExperimentConfig"] | None]
+"""Hook `stages`: parse a command line of `train` that has several runs, or None.
+
+`train` and `check` call it with their `CommandLine` and the words after the command. The first
+result that is not None is used: the config of each run. A UserError ends the command."""
+
 ModelFormat = Callable[[str], Path | None]
 """Hook `model_format`: convert a model of another format into a Hugging Face folder.
 
@@ -75,6 +86,13 @@ ModuleCheck = Callable[["ExperimentConfig", Any, Head], None]
 of torch on the meta device) and its head. A UserError ends the command."""
 
 
+RunPackages = Callable[["ExperimentConfig"], Iterable[Package]]
+"""Hook `packages`: return the optional packages that options of a run need.
+
+Each start calls it with the config, before it reads a file. `option` of a package is the whole
+option with its value. A run is refused if a module is not installed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """The data that the checks of a start have read."""
@@ -91,10 +109,8 @@ class RunFacts:
     """[] for offline trainers."""
     eval_tasks: Sequence[Task] = ()
     """Held-out tasks; [] for offline trainers."""
-    tokenizer: Tokenizer | None = None
-    """The model's, if the run's prompts go through its chat template."""
-    longest_request: int | None = None
-    """Tokens of the longest request; None if unknown."""
+    contexts: Sequence[int] = ()
+    """Context length of each known server, in tokens."""
     addresses: Sequence[str] = ()
     """Addresses of the servers that were started before the run."""
 
@@ -104,6 +120,33 @@ RunCheck = Callable[["ExperimentConfig", RunFacts], Iterable[tuple[str, str]]]
 
 Each start calls it last of all checks, with the config and what they have read. It returns pairs of
 a part of the run in a word and a warning about it. A UserError refuses the run."""
+
+PlacedRow = tuple[str, dict[str, Any]]
+"""The place of a row, such as "data.jsonl, line 3", and its columns."""
+
+RowReader = Callable[[Path, Sequence[str]], Iterator[PlacedRow]]
+"""Group `row_reader`: read the rows of a file whose suffix, without its dot, is the entry's name.
+
+Each process that needs rows calls it with an existing file and the columns that are needed; it may
+yield others, too. A UserError refuses the file."""
+
+RowSource = Callable[[str, str], Iterator[PlacedRow] | None]
+"""Hook `row_source`: read the rows of a dataset that is no file of a known suffix.
+
+Each process that needs such rows calls it with the path and "train" or "eval". The first result
+that is not None is used. A UserError refuses the dataset."""
+
+PlainRow = Callable[[Mapping[Any, Any], str], dict[str, Any]]
+"""Hook `plain_row`: convert a row to values that JSON and msgpack keep.
+
+It is called with a row that has other values, and its place for errors. Each hook gets the result
+of the one before. A UserError refuses the row."""
+
+TaskForm = Callable[[dict[str, Any]], tuple[str, dict[str, Any]] | None]
+"""Hook `task_form`: recognise a task's row in the form of another library.
+
+It is called with each row of a file. It returns the name of the form and the row with AReaLite's
+columns, or None. The first result that is not None is used."""
 
 ServerFinder = Callable[["ExperimentConfig", dict[str, Any]], Sequence[Any]]
 """Hook `server_finder`: return the running servers that register no name, as entries (`Entry`).
@@ -243,11 +286,97 @@ RunCompanion = Callable[
 A launcher calls it before it starts a role, with the config and a function that prints a line. An
 error of the coroutine does not end the run."""
 
-PanelMaker = Callable[[RunPaths], Callable[[int, int], Any]]
-"""Hook `panel`: return what renders the present state of a run, with rich.
 
-A launcher calls it in a thread if its output is a terminal. The result is called every second, with
-the largest width and height. The last entry is used. An error is shown instead of the panel."""
+class WatchedSupervisor(Protocol):
+    """A supervisor as a health monitor uses it."""
+
+    @property
+    def say(self) -> Callable[[str], object]:
+        """Prints a line."""
+        ...
+
+    def is_shown(self, finding: Finding) -> bool:
+        """Return whether to report a finding."""
+        ...
+
+    def child_of(self, finding: Finding) -> Any:
+        """Return the child (`Child`) that a finding is about; None: another process."""
+        ...
+
+
+class HealthMonitorMaker(Protocol):
+    """Hook `health_monitor`: return what kills unresponsive children of a supervisor.
+
+    A supervisor runs the coroutine until its roles have ended. An error of it is not reported.
+    """
+
+    def __call__(
+        self, folder: Path, supervisor: WatchedSupervisor, *, silent_s: float, blocked_s: float
+    ) -> Coroutine[Any, Any, None]:
+        """Return the coroutine.
+
+        Args:
+            folder: Where the roles write their vitals.
+            supervisor: Parent of the children; other processes must not be killed.
+            silent_s: Seconds after which a silent or stopped child is killed.
+            blocked_s: Seconds after which a blocked child is killed.
+        """
+        ...
+
+
+LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
+"""Hook `logger_opener`: open a metric logger of a run, or None.
+
+Rank 0 calls it with the run folder and the class of each logger besides `jsonl`. The first result
+that is not None is used; after None from all, the class itself is called. An error ends training.
+"""
+
+AnswerStreamMaker = Callable[[LLMRequest], Any]
+"""Hook `answer_stream`: return what reads the events of a streamed answer (`AnswerStream`).
+
+The client calls it for each attempt of a request with `on_tokens`. The last entry is used."""
+
+RoleStacks = Callable[[], str]
+"""Hook `role_stacks`: return the stacks of this process, one a line.
+
+The thread that writes the vitals of a role calls it when the stacks are requested; the role may
+hang. It is imported when the role starts."""
+
+ExitReason = Callable[[str, int], str | None]
+"""Hook `exit_reason`: return the line of a process's output that says why it ended, or None.
+
+A supervisor calls it about a process that wrote no record of its end, with the end of its output
+and its exit code (`Child.code`). The first result that is not None is used."""
+
+RunFailed = Callable[[Path, Path], str]
+"""Hook `run_failed`: return a text about a run that fails, "" for none.
+
+A launcher calls it in a thread before it stops the roles, with the folder of their vitals and that
+of their logs, and prints the text. An error is ignored."""
+
+
+class Console(Protocol):
+    """Prints the lines of a launcher."""
+
+    @property
+    def has_panel(self) -> bool:
+        """Whether the console shows the progress of the run, so that lines need not."""
+        ...
+
+    def print(self, line: str) -> None:
+        """Print a line."""
+        ...
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Return a context in which the console shows the state of the run."""
+        ...
+
+
+ConsoleMaker = Callable[[RunPaths], Console | None]
+"""Hook `console`: return what prints the lines of a launcher, or None.
+
+A launcher calls it before it starts a role, with the paths of the run. The last result that is not
+None is used; after None from all, lines are printed to stdout. An error ends the run."""
 
 
 class ServerRegistrar(Protocol):

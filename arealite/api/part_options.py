@@ -4,12 +4,13 @@ The config class of a part derives from the class of its kind here, if the answe
 not its own. The core reads them without an import of the part.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arealite.api.fields import Constraints
 
 if TYPE_CHECKING:
-    from arealite.api.experiment_config import ExperimentConfig
+    from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 
 
 class EnvOptions:
@@ -33,9 +34,18 @@ class RewardOptions:
 class ServerOptions:
     """Options of an LLM server."""
 
-    is_kept: ClassVar[bool] = False
-    """Whether a small parent process starts the server again when it dies or hangs. These options
-    then have a `max_restarts`. Other servers restart their own processes."""
+    def supervise(self, config: "ServerConfig", command: Sequence[str], starter: Any) -> int | None:
+        """Run a server in a child process; start it again when it dies or hangs.
+
+        Args:
+            config: The server's config.
+            command: The command line of the child process.
+            starter: Starts the child process (`RoleStarter`).
+
+        Returns:
+            The exit code; None: the server restarts its own processes, so it runs here.
+        """
+        return None
 
 
 class PublisherOptions:

@@ -16,6 +16,8 @@ from arealite.base.files import replacing
 
 VARIABLE = "AREALITE_EXIT_RECORD"
 """Environment variable with the path of the record."""
+ERROR = "error: "
+"""Prefix of the line in which a command reports a deliberately raised error."""
 MAX_REASON = 500
 """Longest reason, in characters."""
 

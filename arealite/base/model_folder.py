@@ -3,10 +3,7 @@
 The module imports no torch and reads only file headers, so a bad folder is found in milliseconds.
 """
 
-import importlib
-import importlib.util
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,9 +19,6 @@ LENGTHS = {"embed_tokens.weight": "vocab_size", "layers.0.input_layernorm.weight
 OPTIONAL = ("lm_head.weight", ".inv_freq")
 """Ends of the names of tensors that a model may lack: the head may be tied to the embedding."""
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-
 
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     """Return the content of a JSON file in a folder; {} if it is missing or invalid."""
@@ -32,37 +26,6 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
         file = Path(folder).expanduser() / name
         return json.loads(file.read_text(encoding="utf-8"))
     return {}
-
-
-def local_folder(path: str | None) -> str | None:
-    """Return the folder of `model.path`; a Hugging Face id like Qwen/Qwen3-0.6B is downloaded once.
-
-    A path below an existing folder is no id: kit/modle is a misspelled folder if there is a kit.
-
-    Raises:
-        UserError: There is no such folder, and the hub has no such model or cannot be reached.
-    """
-    if not path or not HUB_ID.fullmatch(path) or Path(path).parent.exists():
-        return path
-    hub: Any = importlib.import_module("huggingface_hub")
-    try:
-        return hub.snapshot_download(path, allow_patterns=HUB_FILES)
-    except (OSError, ValueError) as error:
-        reason = one_line(error).rstrip(".")
-        raise UserError(
-            f"model.path={path} is no folder here, and no model of the Hugging Face hub "
-            f"that can be read ({reason:.200}). "
-            "Name a folder, or download the model where a network is."
-        ) from error
-
-
-def has_chat_template(folder: Path | str) -> bool:
-    """Return whether the tokenizer in a folder has a chat template."""
-    template_file = Path(folder).expanduser() / "chat_template.jinja"
-    if template_file.is_file():
-        return True
-    settings = read_json(folder, "tokenizer_config.json")
-    return bool(settings.get("chat_template"))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -231,75 +194,6 @@ def _largest_token(folder: Path) -> int:
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that describes the text model."""
     return config.get("text_config") or config
-
-
-def check_layers(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model that generates no text from text alone, or is quantized."""
-    if config.get("quantization_config"):
-        raise UserError(
-            f"model.path={path} is quantized, which cannot be trained. "
-            "Use weights in bfloat16, and a config.json without quantization_config."
-        )
-    model_type = config.get("model_type", "(none)")
-    architectures = config.get("architectures") or [""]
-    is_encoder = any(architecture.endswith(ENCODERS) for architecture in architectures)
-    supported_types = causal_types()
-    if config.get("is_encoder_decoder") or is_encoder:
-        obstacle = f"a {architectures[0] or model_type}, which cannot continue a text"
-    elif supported_types and model_type not in supported_types:
-        obstacle = (
-            f"of type '{model_type}', "
-            "which this version of transformers does not know as a text model"
-        )
-    elif model_type in WITH_IMAGES and "vision_config" in config:
-        obstacle = f"of type '{model_type}' with tensors for images, which are not supported"
-    else:
-        return
-    raise UserError(f"model.path={path} is {obstacle}. Use a model for causal language modelling.")
-
-
-ENCODERS = "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering"
-"""Ends of the names of architectures without a head for causal language modelling."""
-WITH_IMAGES = "llama4", "mllama"
-"""Model types of which transformers cannot load the text part alone."""
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers in which a token depends on others through attention alone."""
-CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = "
-
-
-def causal_types() -> set[str]:
-    """Return the model types that transformers loads with AutoModelForCausalLM; {}: unknown.
-
-    They are read from its source, because an import takes seconds.
-    """
-    spec = importlib.util.find_spec("transformers")
-    if spec is None:
-        return set()
-    file = Path(spec.origin or "").parent / "models/auto/modeling_auto.py"
-    with suppress(OSError):
-        _, _, after_name = file.read_text(encoding="utf-8").partition(CAUSAL)
-        mapping = after_name.partition("]\n)")[0]
-        return set(re.findall(r'\("([\w-]+)",', mapping))
-    return set()
-
-
-def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> None:
-    """Raise UserError unless groups of `size` of the `ranks` can share the tokens of a row."""
-    key = f"engine.fsdp.context_parallel={size}"
-    text_model = text_part(config)
-    layer_types: list[str] = text_model.get("layer_types") or []
-    recurrent = {*layer_types} - ATTENTION_LAYERS
-    if size > 1 and recurrent:
-        raise UserError(
-            f"{key}: the model has layers of {', '.join(sorted(recurrent))}, "
-            "whose tokens depend on each other. Use 1."
-        )
-    if size > 1 and text_model.get("output_router_logits"):
-        raise UserError(f"{key}: the loss of output_router_logits needs whole rows. Use 1.")
-    heads = text_model.get("num_attention_heads") or size
-    for number, unit in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
-        if number % size:
-            raise UserError(f"{key} does not divide the {number} {unit}. Use a divisor.")
 
 
 def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> None:

@@ -6,7 +6,6 @@ registered by a module of the user.
 
 import difflib
 import importlib
-import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from inspect import iscoroutinefunction, isfunction, unwrap
@@ -176,24 +175,9 @@ def unknown(kind: str, name: str, names: Sequence[str]) -> str:
 
 
 def module_named(name: str) -> str:
-    """Return the module of this name that registers the name; UNNAMED without one.
-
-    The module is searched in `arealite` and in the working directory.
-    """
-    if not name.isidentifier():
-        return UNNAMED
-    package = Path(__file__).resolve().parents[1]
-    file_here = Path(f"{name}.py")
-    registration = re.compile(rf"register\(\s*[\"']{name}[\"']")
-    for file in [*package.rglob(file_here.name), file_here]:
-        if not file.is_file():
-            continue
-        source = file.read_text(errors="replace")
-        if registration.search(source):
-            root = package.parent if file.is_absolute() else Path()
-            module_path = file.relative_to(root).with_suffix("")
-            return ".".join(module_path.parts)
-    return UNNAMED
+    """Return the name if the working directory has a module of that name, else UNNAMED."""
+    has_module = name.isidentifier() and Path(f"{name}.py").is_file()
+    return name if has_module else UNNAMED
 
 
 def import_plugins(modules: Sequence[str]) -> None:

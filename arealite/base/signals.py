@@ -10,11 +10,14 @@
 
 import asyncio
 import atexit
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+PR_SET_PDEATHSIG = 1
 OWN_STOP = "AREALITE_OWN_STOP"
 """Environment variable that replaces SIGTERM by SIGUSR2 as the stop signal."""
 STOP = signal.SIGUSR2 if os.environ.get(OWN_STOP) else signal.SIGTERM
@@ -66,3 +69,14 @@ def ignore_other_stops() -> None:
     """Ignore SIGTERM if it is not the stop signal."""
     if STOP is not signal.SIGTERM:
         ignore(signal.SIGTERM)
+
+
+def kill_with_parent(parent_pid: int) -> bool:
+    """Make the kernel kill this process when its parent exits (Linux only).
+
+    Returns:
+        Whether the parent still runs: a parent that exited before the call kills nothing.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent_pid

@@ -17,10 +17,9 @@ from arealite.api.experiment_config import (
     ServedModelConfig,
     ServerConfig,
     name_dir,
-    run_paths,
 )
 from arealite.api.formulas import advantages, objectives
-from arealite.api.hooks import ModelFormat
+from arealite.api.hooks import ModelFormat, StageParser
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.llm_server import servers
@@ -33,7 +32,6 @@ from arealite.api.trainer import trainers
 from arealite.base import config as base_config
 from arealite.base import entries
 from arealite.base.errors import UserError
-from arealite.base.model_folder import local_folder
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
@@ -85,7 +83,8 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
         UserError: See base.config.load; or a plugin cannot be imported.
     """
     files = [files] if isinstance(files, Path) else files
-    overrides_layer, *file_layers = _layers(options.Layers(files=[*files], overrides=[*overrides]))
+    sources = options.Layers(files=[*files], overrides=[*overrides])
+    overrides_layer, *file_layers = read_layers(sources)
     layers = [overrides_layer, *file_layers]
     parts = _import_parts(_imports(layers), _words(layers))
     return base_config.load(
@@ -147,9 +146,9 @@ def with_model(config: Root) -> Root:
     one here.
 
     Raises:
-        UserError: See model_folder.local_folder; or a file cannot be converted.
+        UserError: A model cannot be downloaded, or a file cannot be converted.
     """
-    path = local_folder(config.model.path)
+    path = config.model.path
     if path:
         path = _converted(path)
     resolved: Root = _with_dtypes(replace(config, model=replace(config.model, path=path)))
@@ -157,7 +156,7 @@ def with_model(config: Root) -> Root:
 
 
 def _converted(path: str) -> str:
-    """Return the model folder of a file of another format; of a model folder, `path` itself."""
+    """Return the model folder of a hub id or a file of another format; else `path` itself."""
     converters: list[ModelFormat] = entries.hooks("model_format")
     return str(entries.first_result(converters, path) or path)
 
@@ -248,10 +247,12 @@ def resolve_host(config: Root) -> Root:
 
 
 def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list[ExperimentConfig]:
-    """Parse a command line with `--then`; return the config of each stage.
+    """Parse the command line of `train`; return the config of each stage.
+
+    Without an extension that reads stages, there is one.
 
     Raises:
-        UserError: See load_stages.
+        UserError: See load; or a stage has no model.
     """
     line = options.CommandLine(
         command=command,
@@ -259,55 +260,12 @@ def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list
         schema=ExperimentConfig,
         default=CONFIG_DIR / "async_ppo.yaml",
     )
-    return [with_model(config) for config in load_stages(line.parse_stages(argv))]
-
-
-def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
-    """Load the config of each stage. options.THEN describes the rules.
-
-    Raises:
-        UserError: See load; or a stage exports no model and the next stage has no model.path.
-    """
-    configs = list[ExperimentConfig]()
-    for number, layers in enumerate(stages, start=1):
-        shared_overrides = stages[0].overrides if number > 1 else []
-        overrides = [*shared_overrides, *layers.overrides]
-        config = load(ExperimentConfig, layers.files, overrides)
-        path = _stage_model(layers, configs, default=config.model.path)
-        config = replace(config, model=replace(config.model, path=path))
-        if number < len(stages):
-            config = replace(config, trial_name=f"{config.trial_name}-stage{number}")
-        configs.append(config)
-    return configs
-
-
-def _stage_model(
-    layers: options.Layers, earlier: Sequence[ExperimentConfig], *, default: str | None
-) -> str | None:
-    """Return the `model.path` that a stage sets itself, else the export of the newest policy.
-
-    Args:
-        layers: The sources of the stage's config.
-        earlier: The configs of all earlier stages.
-        default: The path if the stage sets none and no earlier stage trains a policy.
-
-    Raises:
-        UserError: The newest policy is not exported.
-    """
-    for layer in _layers(layers):
-        if "path" in layer.get("model", {}):
-            return layer.model.path
-    policies = [config for config in earlier if config.trainer.type != "reward"]
-    if not policies:
-        return default
-    trainer = policies[-1].trainer
-    if not trainer.is_offline and not trainer.ppo.checkpoint.export:
-        raise UserError(
-            f"stage {len(earlier) + 1} has no model: "
-            "the stage before has trainer.ppo.checkpoint.export=false. "
-            "Set it to true there, or set model.path after --then."
-        )
-    return str(run_paths(policies[-1]).export)
+    parsers: list[StageParser] = entries.hooks("stages")
+    stages = entries.first_result(parsers, line, argv)
+    if stages is None:
+        layers = line.parse(argv)
+        stages = [load(ExperimentConfig, layers.files, layers.overrides)]
+    return [with_model(config) for config in stages]
 
 
 def field_names(config: object) -> Sequence[str]:
@@ -315,7 +273,7 @@ def field_names(config: object) -> Sequence[str]:
     return [*getattr(config, "__dataclass_fields__", ())]
 
 
-def _layers(layers: options.Layers) -> list[base_config.DictConfig]:
+def read_layers(layers: options.Layers) -> list[base_config.DictConfig]:
     """Read overrides and files without a schema, highest priority first."""
     files = [base_config.read(file) for file in reversed(layers.files)]
     return [base_config.dotlist(layers.overrides), *files]

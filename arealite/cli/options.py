@@ -1,18 +1,14 @@
-"""Command lines: --config, dotted overrides, flags, --help with all keys, and stages of `train`."""
+"""Command lines: --config, dotted overrides, flags, and --help with all keys."""
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.cli import presets
 from arealite.cli.line_wrap import fold
-from arealite.cli.texts import TEXTS
-
-THEN = TEXTS["stages"]
 
 SHORT = {"model": "model.path", "dataset": "dataset.train"}
 """Keys of words that other programs use as flags."""
@@ -52,17 +48,6 @@ class CommandLine:
                 overrides.append(word)
         paths = [presets.find(file) for file in files]
         return Layers(files=paths or [self.default], overrides=overrides)
-
-    def parse_stages(self, argv: Sequence[str]) -> list[Layers]:
-        """Parse arguments with `--then FILE`; return the Layers of each stage."""
-        line = replace(self, more=f"{THEN}\n")
-        stages = [list[str]()]
-        for word in argv:
-            if word == "--then" or word.startswith("--then="):
-                stages.append(["--config", *word.split("=", 1)[1:]])
-            else:
-                stages[-1].append(word)
-        return [line.parse(stage) for stage in stages]
 
     def _parser(self, *, is_help: bool) -> argparse.ArgumentParser:
         """Return the parser. Its help lists the keys only if `is_help`, which takes time."""
@@ -117,53 +102,6 @@ def _keys_that_end_with(name: str, schema: type) -> list[str]:
     min_depth = min((key.count(".") for key in keys), default=0)
     shallowest = [key for key in keys if key.count(".") == min_depth]
     return shallowest[:2]
-
-
-class Word(NamedTuple):
-    """A flag that stands for dotted options: `--model M` is `model.path=M`."""
-
-    flags: str
-    """The flag and, after a space, its long form."""
-    value: str
-    """Name of its value in the help."""
-    options: str
-    """Overrides, separated by spaces; `{}` stands for the value."""
-
-
-def translate(argv: Sequence[str], words: Sequence[Word]) -> tuple[list[str], set[str]]:
-    """Replace flags by the overrides they stand for.
-
-    Args:
-        argv: The command line.
-        words: The flags of the command.
-
-    Returns:
-        The new command line, in which overrides of `argv` come after those of flags and win; and
-        the given `flags`.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for word in words:
-        parser.add_argument(*word.flags.split(), dest=word.flags, metavar=word.value)
-    namespace, other_words = parser.parse_known_args(argv)
-    flag_values = vars(namespace)
-    overrides = list[str]()
-    used_flags = set[str]()
-    for word in words:
-        flag_value = flag_values[word.flags]
-        if flag_value is not None:
-            used_flags.add(word.flags)
-            overrides += [option.format(flag_value) for option in word.options.split()]
-    return [*overrides, *other_words], used_flags
-
-
-def describe(words: Sequence[Word]) -> str:
-    """Return lines for the help of a command, one for each flag."""
-    lines = list[str]()
-    for word in words:
-        usage = f"{word.flags} {word.value}"
-        overrides = word.options.replace("{}", word.value)
-        lines.append(f"    {usage:<25} {overrides}")
-    return "\n".join(lines)
 
 
 def run_parser(command: str, description: str) -> argparse.ArgumentParser:

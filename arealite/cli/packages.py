@@ -1,12 +1,15 @@
 """Checks that the optional packages of a run's options are installed, before any process starts."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.fields import Package
-from arealite.base.extras import check_installed, extra_requirement
+from arealite.api.hooks import RunPackages
+from arealite.base import entries
+from arealite.base.extras import check_installed
 from arealite.cli import configs
 
 
@@ -16,18 +19,11 @@ def check_training_packages(config: ExperimentConfig) -> None:
     Raises:
         UserError: A module is not installed.
     """
-    trainer = config.trainer
-    engine = config.trainer.selected_options.engine
-    section = "trainer.offline" if trainer.is_offline else "trainer.ppo"
-    peft = extra_requirement("lora")
-    if engine.type == "fsdp" and engine.fsdp.lora.rank:
-        option = f"{section}.engine.fsdp.lora.rank={engine.fsdp.lora.rank}"
-        check_installed("peft", peft, option)
-    if config.model.adapter:
-        check_installed("peft", peft, f"model.adapter={config.model.adapter}")
-    if config.launcher.type == "ray":
-        check_installed("ray", extra_requirement("ray"), "launcher.type=ray")
-    if not trainer.is_offline:
+    hooks: list[RunPackages] = entries.hooks("packages")
+    for packages_of in hooks:
+        for package in packages_of(config):
+            check_installed(package.module, package.requirement, package.option)
+    if not config.trainer.is_offline:
         check_sampling_packages(config)
 
 
@@ -45,17 +41,18 @@ def check_sampling_packages(config: ExperimentConfig) -> None:
             _check_env(part.env, f"trainer.ppo.collector.{section}")
     if launcher.llm_servers and launcher.type == "local":
         server = configs.own_server(config).llm_server
-        if server.type == "sglang" and not server.sglang.python:
+        for package in _packages_of(server.selected_options):
             option = f"launcher.server_args={launcher.server_args}"
-            check_installed("sglang", extra_requirement("sglang"), option)
+            check_installed(package.module, package.requirement, option)
 
 
 def _check_env(env: EnvConfig, section: str) -> None:
     """Check the packages that the environment's options ask for (api.fields.Package)."""
-    options = envs.options(env)
-    if not hasattr(options, "packages"):
-        return
-    packages: Iterable[Package] = options.packages()
-    for package in packages:
+    for package in _packages_of(envs.options(env)):
         option = f"{env.type}.{package.option}" if package.option else f"type={env.type}"
         check_installed(package.module, package.requirement, f"{section}.{option}")
+
+
+def _packages_of(options: Any) -> Iterable[Package]:
+    """Return the optional packages that the options of a part ask for."""
+    return options.packages() if hasattr(options, "packages") else ()

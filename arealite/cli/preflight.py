@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from arealite.api.agent import load_tokenizer
 from arealite.api.env import Env, envs
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.hooks import ModelCheck, ModuleCheck, RunCheck, RunFacts, ServerFinder
@@ -30,10 +29,8 @@ from arealite.cli.packages import check_training_packages
 from arealite.cli.resume import check_resume
 from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import check_seats
-from arealite.system.data import prompts
 from arealite.system.data.dataset import identity
 from arealite.system.data.tasks import (
-    FIRST_ROWS,
     check_first_rows,
     load_split,
     shares,
@@ -76,19 +73,11 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> RunFacts
 
 
 def _check_with_hooks(config: ExperimentConfig, facts: RunFacts) -> None:
-    """Run the checks of extensions, then that of the prompts' rendering; print warnings.
-
-    A template that renders no prompt at all is an error of the former.
-    """
+    """Run the checks of extensions; print their warnings."""
     checks: list[RunCheck] = entries.hooks("check")
     for check in checks:
         for heading, warning in check(config, facts):
             print_row(heading, f"warning: {warning}")
-    if facts.tokenizer is None:
-        return
-    first_tasks = [*facts.train_tasks[:FIRST_ROWS], *facts.eval_tasks[:FIRST_ROWS]]
-    for warning in prompts.check_rendering(config, first_tasks, facts.tokenizer):
-        print_row("template", f"warning: {warning}")
 
 
 def _check_offline_data(config: ExperimentConfig, facts: RunFacts) -> RunFacts:
@@ -118,7 +107,6 @@ def _check_tasks_and_servers(
     check_first_rows(config)
     train_tasks = load_split(config, "train")
     eval_tasks = load_split(config, "eval")
-    all_tasks = [*train_tasks, *eval_tasks]
     _check_batch_size(config, len(train_tasks))
     make_sampler(config, train_tasks)
     model_folder.check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
@@ -127,20 +115,11 @@ def _check_tasks_and_servers(
     servers_now = list[Entry]()
     if has_servers and not is_self_served(config):
         servers_now = find_servers(config, model)
-    prompts.check_prompts(config, all_tasks, contexts(config, model, servers_now))
-    longest_request = prompts.longest_request(config, all_tasks)
-    line = prompts.template_line(config, all_tasks)
-    if line:
-        print_row("prompts", line)
-    tokenizer = None
-    if prompts.uses_template(config, all_tasks):
-        tokenizer = load_tokenizer(config.model.path)
     return replace(
         facts,
         train_tasks=train_tasks,
         eval_tasks=eval_tasks,
-        tokenizer=tokenizer,
-        longest_request=longest_request,
+        contexts=contexts(config, model, servers_now),
         addresses=[str(server.value["address"]) for server in servers_now],
     )
 
@@ -159,20 +138,10 @@ def _check_batch_size(config: ExperimentConfig, num_tasks: int) -> None:
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
     """Check the model's files, and the options that depend on them; see read_model."""
-    path = config.model.path
-    trainer = config.trainer
-    model, shapes = model_folder.read_model(required(path, "model.path"))
-    model_folder.check_context_parallel(
-        model,
-        size=trainer.selected_options.engine.fsdp.context_parallel,
-        ranks=config.launcher.trainer_ranks,
-    )
+    model, shapes = model_folder.read_model(required(config.model.path, "model.path"))
     checks: list[ModelCheck] = entries.hooks("model_check")
     for check in checks:
         check(config, model, shapes)
-    head = offline_run(trainer.type).head if trainer.is_offline else "lm"
-    if head == "lm":
-        model_folder.check_layers(model, path)
     return model, shapes
 
 

@@ -1,33 +1,12 @@
-"""`arealite presets`, and configs by name: `--config demo` reads the package's config/demo.yaml."""
+"""Configs by name: `--config demo` reads the package's config/demo.yaml."""
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
-from arealite.cli.line_wrap import fold
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print a line for each preset, or the content of one preset."""
-    parser = argparse.ArgumentParser(
-        prog="arealite presets",
-        description="List the configs that --config NAME finds.",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print this preset's YAML")
-    selected = parser.parse_args(argv).name
-    if selected:
-        print(find(selected).read_text(), end="")
-        return 0
-    for name in names():
-        first_line, _, _ = find(name).read_text().partition("\n")
-        summary = first_line.removeprefix("# ")
-        print(fold(f"{name:<18} {summary}"))
-    return 0
 
 
 def names() -> list[str]:

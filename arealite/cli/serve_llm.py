@@ -19,8 +19,7 @@ from arealite.base.model_folder import read_model
 from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs
 from arealite.impl.launcher import role_starter
-from arealite.impl.launcher.processes import die_with_parent
-from arealite.impl.launcher.server_supervisor import IS_KEPT, supervise
+from arealite.impl.launcher.processes import IS_KEPT, die_with_parent
 from arealite.system.health import vitals
 from arealite.system.names.name_registry import NameRegistry
 
@@ -65,9 +64,10 @@ def main(argv: Sequence[str]) -> int:
         read_model(config.model.path or "")
     starter = starters.of_server(config)
     options = config.llm_server.selected_options
-    is_kept = isinstance(options, ServerOptions) and options.is_kept
-    if is_kept and not os.environ.pop(IS_KEPT, ""):
-        return supervise(config, [sys.executable, str(SCRIPT), *argv], starter=starter)
+    if isinstance(options, ServerOptions) and not os.environ.pop(IS_KEPT, ""):
+        code = options.supervise(config, [sys.executable, str(SCRIPT), *argv], starter)
+        if code is not None:
+            return code
     starter.close()
     log.setup("llm_server", config.llm_server.log_level)
     vitals.start(f"llm_server-{socket.gethostname()}-{os.getpid()}", name_dir(config) / "vitals")

@@ -262,7 +262,7 @@ async def test_aborted_generations_are_sampled_again(
 async def test_slow_connections_do_not_block_other_requests(
     live: Live, session: aiohttp.ClientSession, sent: bytes
 ) -> None:
-    """tests/impl/test_http_limits.py tests when the server closes them."""
+    """tests/ext/http_server/test_http_limits.py tests when the server closes them."""
     place = urlsplit(live.server)
     assert place.hostname and place.port
     peers = [socket.create_connection((place.hostname, place.port)) for _ in range(200)]

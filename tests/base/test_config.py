@@ -13,11 +13,11 @@ import yaml
 
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, ServerConfig
 from arealite.api.fields import opt
-from arealite.api.sampling import CollectConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.cli import configs
+from arealite.ext.evaluation.config import CollectConfig
 from arealite.ext.hosting.server_config import EnvServerConfig
 
 

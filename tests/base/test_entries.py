@@ -59,8 +59,8 @@ def cache_file(tmp_path: Path) -> Path:
 def test_own_entries_are_those_of_both_tables():
     core = read_toml(entries.__file__, "entries.toml")
     extensions = read_toml(str(entries.EXT), "entries.toml")
-    both = {**core["llm_server"], **extensions["llm_server"]}
-    assert entries.own("llm_server") == both and {"sglang", "embedded"} <= both.keys()
+    both = {**core["agent"], **extensions["agent"]}
+    assert entries.own("agent") == both and {"math_code_single_step", "chat"} <= both.keys()
     assert entries.own("no_such_group") == {}
 
 
@@ -87,7 +87,7 @@ def test_own_name_wins_over_one_of_another_package(site: Path):
 
 
 def test_entries_of_an_installed_arealite_are_not_those_of_another_package(site: Path):
-    targets = {"reverse": "arealite.impl.env.reverse:ReverseEnv", "room": "arealite_room:Room"}
+    targets = {"reverse": "arealite.ext.games.reverse:ReverseEnv", "room": "arealite_room:Room"}
     install(site, "arealite", {"env": targets}, at_ns=OLD_NS)
     assert entries.installed("env") == {"room": "arealite_room:Room"}
 

@@ -17,11 +17,11 @@ from arealite.base import config as base_config
 from arealite.base.files import replacing
 from arealite.base.trial_files import RunPaths
 from arealite.ext.demo import sorting, tiny_model
+from arealite.ext.evaluation.row_files import write_rows
 from arealite.ext.models import lora
 from arealite.ext.view.report import write_report
 from arealite.impl.engine.hf_folder import write_weights
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.system.data.row_files import write_rows
 from arealite.system.names.name_registry import NameRegistry
 from arealite.system.names.trial_secret import create_secret
 

@@ -20,7 +20,7 @@ from arealite.base.printable import unguarded
 from arealite.cli import configs
 from arealite.cli.main import main
 from arealite.ext.machine import estimates
-from arealite.system.data.prompts import longest_request
+from arealite.ext.prompts.prompt_checks import longest_request
 from tests.cli.small_run import small_run
 from tests.fakes.chat_families import tokenizer_of
 from tests.models import tiny_model

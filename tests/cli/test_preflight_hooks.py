@@ -19,7 +19,7 @@ from arealite.base import entries
 from arealite.base.errors import UserError
 from arealite.cli import configs, preflight
 from arealite.cli.main import main
-from arealite.impl.env.reverse import ReverseEnv
+from arealite.ext.games.reverse import ReverseEnv
 from arealite.impl.env.runtimes import make_env
 from arealite.system.names.name_registry import Entry
 from tests.cli.small_run import small_run

@@ -21,7 +21,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model, weight_files
 from arealite.cli import configs
 from arealite.cli.main import main
-from arealite.system.data.prompts import check_prompts, check_tokens
+from arealite.ext.prompts.prompt_checks import check_prompts, check_tokens
 from tests.cli.small_run import small_run
 from tests.e2e.conftest import ENVIRONMENT, ROOT
 from tests.models import tiny_mixture, tiny_model

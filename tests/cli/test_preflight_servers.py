@@ -16,7 +16,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import model_difference
 from arealite.cli import main, preflight
 from arealite.cli.configs import load
-from arealite.system.data import prompts
+from arealite.ext.prompts import prompt_checks
 from arealite.system.names.name_registry import NameRegistry
 from tests.models import tiny_tokenizer
 
@@ -82,13 +82,13 @@ def test_tokenizer_is_loaded_only_if_a_prompt_may_be_too_long(
     def load_tokenizer(path: str) -> None:
         raise Loaded(path)
 
-    monkeypatch.setattr(prompts, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(prompt_checks, "load_tokenizer", load_tokenizer)
     with pytest.raises(UserError, match="has no tokenizer"):
-        prompts.check_prompts(config, [short], [1024])
+        prompt_checks.check_prompts(config, [short], [1024])
     tiny_tokenizer().save_pretrained(tmp_path)
-    prompts.check_prompts(config, [short], [1024])
+    prompt_checks.check_prompts(config, [short], [1024])
     with pytest.raises(Loaded):
-        prompts.check_prompts(config, [short, long], [1024])
+        prompt_checks.check_prompts(config, [short, long], [1024])
 
 
 @pytest.mark.parametrize("held_out", [None, "eval.jsonl"])
@@ -100,7 +100,7 @@ def test_held_out_budget_is_checked_if_there_are_held_out_rows(held_out: str | N
     config = replace(config, trainer=replace(config.trainer, ppo=small))
     refused = pytest.raises(UserError, match=r"256 leaves no room.*trainer\.ppo\.eval\.sampling")
     with refused if held_out else pytest.raises(UserError, match="has no tokenizer"):
-        prompts.check_prompts(config, [], [64])
+        prompt_checks.check_prompts(config, [], [64])
 
 
 def test_wait_for_a_server_is_announced_only_if_needed(

@@ -17,12 +17,13 @@ import pytest
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.cli import configs, options
 from arealite.cli.main import COMMANDS
-from arealite.cli.options import translate
 from arealite.ext.evaluation import collect, evaluate
 from arealite.ext.evaluation.collect import CollectConfig
 from arealite.ext.hosting import serve
 from arealite.ext.hosting.server_config import EnvServerConfig
 from arealite.ext.notebook import play_command
+from arealite.ext.short_flags.short_flags import translate
+from arealite.ext.stages.stages import split
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
@@ -145,7 +146,7 @@ def check_config(name: str, words: list[str], command: Command) -> None:
     line = options.CommandLine(
         command=name, description="", schema=schema, default=ROOT / "config" / default
     )
-    for stage in line.parse_stages(kept):
+    for stage in split(line, kept):
         files = [file if file.is_absolute() else ROOT / file for file in stage.files]
         missing = {file.name for file in files if not file.is_file()}
         told = {name for name in missing if f"`{name}`" in command.text}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from arealite.base.trial_files import RunPaths
-from arealite.impl.logger.metric_names import describe
+from arealite.ext.view.metric_names import describe
 from tests.models import tiny_model
 from tests.waiting import until
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ModelConfig, ServerConfig
-from arealite.api.llm_server import LLMServerConfig, SGLangServerConfig
+from arealite.api.llm_server import LLMServerConfig
 from arealite.api.trial import ClusterConfig
+from arealite.ext.sglang.config import SGLangServerConfig
 
 OPTIONS = {field.name for field in dataclasses.fields(SGLangServerConfig)}
 

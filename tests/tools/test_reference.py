@@ -18,7 +18,7 @@ import arealite
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
 from arealite.cli.main import COMMANDS
-from arealite.impl.logger.metric_names import catalogue
+from arealite.ext.view.metric_names import catalogue
 from tests.ext.web.browser.sites import needs_chromium
 from tools import reference
 

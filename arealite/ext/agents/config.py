@@ -1,11 +1,24 @@
-"""Options of the agents for special uses."""
+"""Options of the agents."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.agent_options import ChatConfig
 from arealite.api.fields import opt, sub
 from arealite.api.llm import SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """An agent that keeps a conversation of many turns."""
+
+    system_prompt: str | None = opt(None, "system message at the start of the conversation")
+    max_turns: int | None = opt(None, "answers after which the agent stops", at_least=1)
+    max_tokens: int | None = opt(
+        None,
+        "limit of a conversation: the agent stops if the next prompt plus max_new_tokens exceeds "
+        "it; set it to the servers' context length, beyond which episodes fail",
+        at_least=2,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient, clients
 from arealite.api.observation import ChatMessage, messages
 from arealite.base.errors import EpisodeError, UserError
+from arealite.ext.agents.chat import ChatAgent
 from arealite.ext.agents.completions_client import CompletionsClient, FixedPolicyFailed
 from arealite.ext.agents.config import FixedPolicyConfig
-from arealite.impl.agent.chat import ChatAgent
 
 
 class FixedPolicyAgent(ChatAgent):

@@ -11,8 +11,8 @@ from typing import Any
 
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
-from arealite.impl.agent.chat import ChatAgent
-from arealite.impl.agent.history import History, Piece
+from arealite.ext.agents.chat import ChatAgent
+from arealite.ext.agents.history import History, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

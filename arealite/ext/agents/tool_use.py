@@ -14,9 +14,9 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
 from arealite.base import log
 from arealite.base.registry import unknown
+from arealite.ext.agents.chat import ChatAgent
 from arealite.ext.gateway.families import HERMES, Family, family_of, foreign
 from arealite.ext.gateway.parser import read_calls
-from arealite.impl.agent.chat import ChatAgent
 
 FORMATS = {"hermes": "qwen2_5", "llama_json": "llama3_1", "auto": "auto"}
 """Names of families by the values of the option `format`."""

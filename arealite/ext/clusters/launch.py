@@ -14,7 +14,13 @@ from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
-from arealite.cli.texts import TEXTS
+
+SUBMITTED = """\
+job {job}; its script: {file}
+watch:  squeue -j {job}; tail -F {log}
+cancel: scancel --batch --signal=TERM {job}  (writes a checkpoint, then exits; the
+        same launch command resumes. Without --signal, Slurm kills it after KillWait.)"""
+"""Printed after a job was submitted."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +66,7 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
         file = paths.root / "slurm.sbatch"
         file.write_text(job_script)
     job, _, _ = sbatch(["--parsable", str(file)]).strip().partition(";")
-    print(TEXTS["slurm"].format(job=job, file=file, log=paths.logs / "slurm.log"))
+    print(SUBMITTED.format(job=job, file=file, log=paths.logs / "slurm.log"))
     return 0
 
 

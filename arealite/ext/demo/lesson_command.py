@@ -14,7 +14,6 @@ from typing import Any
 from arealite.base.errors import UserError
 from arealite.base.files import replacing, sha256_of
 from arealite.cli import train
-from arealite.cli.texts import TEXTS
 from arealite.ext.audit import command as audit
 from arealite.ext.demo.lesson import Lesson, write_data
 from arealite.ext.demo.real_models import SOURCES, add_chat_template, fetch
@@ -22,6 +21,14 @@ from arealite.ext.evaluation import evaluate
 from arealite.ext.gguf import gguf_file
 from arealite.ext.view import report_command
 from arealite.system.locks import lock_file
+
+NEXT_STEPS = """\
+
+look at it:
+  {folder}/training/report.html: curves, texts and tokens
+  {folder}/result.json: what was measured, and hashes of model and tasks
+the trained model: {export}"""
+"""Printed after a lesson."""
 
 SET_BY_LESSON = (
     "experiment_name",
@@ -116,7 +123,7 @@ class LessonRun:
         self.result["audit"] = "balanced" if code == 0 else "failed"
         self._save()
         print(self.table())
-        print(TEXTS["lesson"].format(folder=self.folder, export=self._export_of("training")))
+        print(NEXT_STEPS.format(folder=self.folder, export=self._export_of("training")))
         return code
 
     def table(self) -> str:

@@ -11,10 +11,19 @@ from pathlib import Path
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base import outputs
 from arealite.cli import configs, train
-from arealite.cli.texts import TEXTS
 from arealite.ext.demo.lesson import find_lesson, names_of_lessons
 from arealite.ext.demo.real_models import SOURCES
 from arealite.impl.launcher.role_starter import starters
+
+NEXT_COMMANDS = """\
+
+try next:
+  arealite report {run}
+  arealite audit {run}
+  arealite play tic_tac_toe
+  arealite presets
+model and data for your own runs: {kit}; the trained model: {export}"""
+"""Printed after the demo."""
 
 MODELS = list(SOURCES)
 LESSONS = names_of_lessons()
@@ -115,5 +124,5 @@ def run(kit: Path, options: argparse.Namespace) -> int:
         return code
     config, *_ = configs.parse_stages(words, command="arealite quickstart", description="")
     paths = run_paths(config)
-    print(TEXTS["quickstart"].format(run=paths.root, kit=kit, export=paths.export))
+    print(NEXT_COMMANDS.format(run=paths.root, kit=kit, export=paths.export))
     return 0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
-from arealite.base.futures import resolve
+from arealite.ext.embedded.futures import resolve
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import (
     GRACE_S,

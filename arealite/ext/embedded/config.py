@@ -1,25 +1,30 @@
 """Options of the embedded server, in a process of its own or in the trainer's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arealite.api.fields import Constraints, opt
 from arealite.api.part_options import PublisherOptions, ServerOptions
 
 if TYPE_CHECKING:
-    from arealite.api.experiment_config import ExperimentConfig
+    from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedServerConfig(ServerOptions):
     """The built-in server: a transformers model behind SGLang's protocol, in one process."""
 
-    is_kept: ClassVar[bool] = True
-
     max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
     num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
     max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
+
+    def supervise(self, config: "ServerConfig", command: Sequence[str], starter: Any) -> int:
+        """Run the server in a child process; return the exit code."""
+        from arealite.ext.embedded.server_supervisor import supervise
+
+        return supervise(config, command, starter=starter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import TypeVar
 import torch
 
 from arealite.base import log
-from arealite.base.futures import resolve
 from arealite.ext.embedded.decoder import BaseDecoder
+from arealite.ext.embedded.futures import resolve
 from arealite.ext.embedded.generation import Generation
 
 logger = log.get(__name__)

@@ -29,8 +29,8 @@ from arealite.ext.embedded.generation import Generation
 from arealite.ext.embedded.protocol import ServedModel
 from arealite.ext.embedded.server_app import App
 from arealite.ext.embedded.weight_loading import load_model
-from arealite.impl.http_guard import guard
-from arealite.impl.http_limits import LimitedRunner
+from arealite.ext.http_server.http_guard import guard
+from arealite.ext.http_server.http_limits import LimitedRunner
 from arealite.system.health import vitals
 from arealite.system.names.name_registry import NameRegistry
 

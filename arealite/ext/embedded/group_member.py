@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from arealite.base.futures import resolve
+from arealite.ext.embedded.futures import resolve
 from arealite.impl.weights import process_group as groups
 from arealite.impl.weights.buckets import Layout, Named, unpack
 from arealite.impl.weights.tensor_names import PartialGroups

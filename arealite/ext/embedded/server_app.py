@@ -27,7 +27,7 @@ from arealite.ext.embedded.weight_loading import (
     stage_tensors,
     stage_weights,
 )
-from arealite.impl.http_limits import MAX_BODY
+from arealite.ext.http_server.http_limits import MAX_BODY
 from arealite.impl.weights.buckets import Layout
 from arealite.impl.weights.checksums import sums
 

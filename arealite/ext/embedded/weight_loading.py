@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from arealite.algo import linear
 from arealite.base.errors import RoleError, UserError, one_line
-from arealite.base.model_folder import ModelTensors, check_layers, read_headers, read_model
+from arealite.base.model_folder import ModelTensors, read_headers, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.models.text_model import check_layers
 from arealite.impl.engine.loading import DTYPES, attention_of
 from arealite.impl.weights.buckets import Layout, Named
 from arealite.impl.weights.tensor_names import PartialGroups, TensorNames, Tensors, tensor_reader

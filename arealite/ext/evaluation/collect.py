@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.sampling import CollectConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trajectory_tree import decode_segments
@@ -29,10 +28,11 @@ from arealite.base.folder_checks import check_folder
 from arealite.base.registry import unknown
 from arealite.cli import preflight
 from arealite.cli.line_wrap import fold
-from arealite.cli.options import Word, describe
 from arealite.ext.evaluation import sampling_run
+from arealite.ext.evaluation.config import CollectConfig
+from arealite.ext.evaluation.row_files import SUFFIXES, FileRow, write_rows
 from arealite.ext.evaluation.samples import Samples
-from arealite.system.data.row_files import SUFFIXES, FileRow, write_rows
+from arealite.ext.short_flags.short_flags import Word, describe
 
 WORDS = (*sampling_run.words("train"), Word("--filter-reward", "R", "min_reward={}"))
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))

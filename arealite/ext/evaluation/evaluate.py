@@ -21,17 +21,17 @@ from typing import Any
 from rich.table import Table
 
 from arealite.algo.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pass_at_k
-from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
 from arealite.base.files import replacing
 from arealite.cli import preflight
 from arealite.cli.line_wrap import fold
-from arealite.cli.options import describe
 from arealite.ext.evaluation import sampling_run
+from arealite.ext.evaluation.config import EvaluateConfig
 from arealite.ext.evaluation.samples import Samples
-from arealite.impl.launcher.terminal import Terminal
+from arealite.ext.short_flags.short_flags import describe
+from arealite.ext.view.terminal import Terminal
 
 WORDS = sampling_run.words("eval")
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))

@@ -15,7 +15,6 @@ from typing import TypeVar
 from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import name_dir
 from arealite.api.llm import SamplingConfig, clients
-from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
 from arealite.base import config as base_config
 from arealite.base import log, outputs
@@ -24,16 +23,17 @@ from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import read_model
 from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight
-from arealite.cli.options import Word, translate
 from arealite.cli.packages import check_sampling_packages
 from arealite.cli.role import with_externals
+from arealite.ext.evaluation.config import SamplingRunConfig
+from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
 from arealite.ext.evaluation.samples import Samples
+from arealite.ext.prompts.prompt_checks import check_prompts, check_rendering, uses_template
 from arealite.ext.self_check.template import check_template
-from arealite.impl.launcher.processes import own_servers
+from arealite.ext.short_flags.short_flags import Word, translate
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts, check_rendering, uses_template
 from arealite.system.data.tasks import FIRST_ROWS, GENERATED, check_first_rows, load_split
 from arealite.system.locks import lock_file
 from arealite.system.names.name_registry import Entry, NameRegistry

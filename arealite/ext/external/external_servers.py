@@ -22,8 +22,8 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
+from arealite.ext.sglang.sglang_api import follow, total_load
 from arealite.impl.http_client import Pool
-from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
 
@@ -302,7 +302,7 @@ def check_form(address: str, addresses: Sequence[str]) -> None:
 def taken(config: ExperimentConfig, address: str) -> str | None:
     """Return an error if another trial has a live name for this server; else None."""
     names = NameRegistry.of(config)
-    for root, entry in names.everywhere("llm_server", entry_id(address)):
+    for root, entry in _live_everywhere(names, entry_id(address)):
         if root != names.root or entry.value.get("type") != "external":
             trial = "/".join(root.parts[-2:])
             return f"{trial} uses this server already. Remove the address, or end that trial."
@@ -368,3 +368,15 @@ def _max_context_length(model: dict[str, Any]) -> float:
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     num_positions = model.get("max_position_embeddings") or math.inf
     return num_positions * (rope.get("factor") or 1)
+
+
+def _live_everywhere(names: NameRegistry, server_id: str) -> list[tuple[Path, Entry]]:
+    """Return the live servers with this id in all trials of name_root, each with its root."""
+    name_root = names.root.parents[2]
+    live: list[tuple[Path, Entry]] = []
+    for file in name_root.glob(f"*/*/*/llm_server/{server_id}.json"):
+        root = file.parents[1]
+        for entry in NameRegistry(root=root, ttl_s=names.ttl_s).list("llm_server"):
+            if entry.id == server_id:
+                live.append((root, entry))
+    return live

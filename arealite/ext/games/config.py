@@ -7,6 +7,15 @@ from arealite.api.fields import opt, sub
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReverseConfig:
+    """Reverse a text. reverse_echo has several turns; some ask for the text unchanged."""
+
+    length: int = opt(5, "letters of a generated text", at_least=1)
+    turns: int = opt(4, "turns of a generated task of reverse_echo", at_least=1)
+    partial_credit: bool = opt(True, "reward the share of right letters; false: 1 or 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DebateConfig:
     """Two seats argue for and against a motion."""
 

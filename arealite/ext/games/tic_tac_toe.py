@@ -14,7 +14,7 @@ from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 from arealite.ext.games.choices import chosen
 from arealite.ext.games.config import TicTacToeConfig
-from arealite.impl.env.prompt_texts import PROMPTS
+from arealite.ext.games.prompt_texts import PROMPTS
 
 SQUARES = tuple("123456789")
 LINES = (

@@ -29,8 +29,8 @@ from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.reply import Reply
 from arealite.ext.gateway.request_data import ApiError
 from arealite.ext.gateway.session import GatewaySession, SessionSeat, internal, session_ended
-from arealite.impl.http_guard import refusal_of_page
-from arealite.impl.http_limits import LimitedRunner
+from arealite.ext.http_server.http_guard import refusal_of_page
+from arealite.ext.http_server.http_limits import LimitedRunner
 
 logger = log.get(__name__)
 encode = msgspec.json.Encoder().encode

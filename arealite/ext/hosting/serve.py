@@ -15,8 +15,9 @@ from arealite.api.experiment_config import run_paths
 from arealite.base import log, outputs
 from arealite.base.signals import on_stop
 from arealite.cli import configs
-from arealite.cli.options import CommandLine, Word, describe, translate
+from arealite.cli.options import CommandLine
 from arealite.ext.hosting.server_config import EnvServerConfig
+from arealite.ext.short_flags.short_flags import Word, describe, translate
 from arealite.impl.launcher.processes import die_with_parent
 
 WORDS = (

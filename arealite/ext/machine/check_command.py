@@ -17,8 +17,9 @@ from arealite.cli.preflight import (
     print_row,
 )
 from arealite.ext.machine import estimates
+from arealite.ext.machine.task_lines import describe_tasks
 from arealite.ext.models.adapter_options import lora_of
-from arealite.system.data.tasks import describe
+from arealite.ext.prompts.prompt_checks import longest_request
 from arealite.system.names.name_registry import NameRegistry
 
 
@@ -91,18 +92,21 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     kind = model.get("model_type", "?")
     context = model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
+    request_tokens = None
     if config.trainer.is_offline:
         yield from offline_run(config.trainer.type).describe_rows(config)
     else:
         num_train = len(facts.train_tasks)
         num_eval = len(facts.eval_tasks)
         yield "data", f"{num_train} tasks to train, {num_eval} held out"
-        yield from describe(config)
+        yield from describe_tasks(config)
         yield "servers", ", ".join(facts.addresses) or _server_hint(config)
         yield "staleness", estimates.staleness(config)
+        tasks = [*facts.train_tasks, *facts.eval_tasks]
+        request_tokens = longest_request(config, tasks)
     if lora_of(config, facts.shapes).rank:
         yield "adapters", estimates.adapters(config, facts.shapes)
-    yield from estimates.memory_lines(config, model, facts.shapes, facts.longest_request)
+    yield from estimates.memory_lines(config, model, facts.shapes, request_tokens)
     yield "disk", estimates.disk(config, numel, facts.free_bytes)
 
 

@@ -15,10 +15,10 @@ from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
 from arealite.cli.line_wrap import fold
+from arealite.ext.diagnosis.exit_reason import exit_reason
 from arealite.ext.machine import info
-from arealite.impl.launcher.exit_reason import exit_reason
+from arealite.ext.sglang.sglang_server import probe
 from arealite.impl.launcher.processes import rank_environments
-from arealite.impl.server.sglang_server import probe
 
 LIMIT_S = 600.0
 """Longest time of a row, in seconds."""

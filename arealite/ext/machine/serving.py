@@ -16,10 +16,10 @@ from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig, clients
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.cli import configs
 from arealite.cli.presets import CONFIG_DIR
+from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.machine.bench import Bench
 from arealite.ext.machine.checks import BOUNDS, make_engine, train
 from arealite.impl.engine.fsdp import FSDPEngine
-from arealite.impl.launcher.processes import own_servers
 
 PROMPT = [*range(5, 15)]
 

@@ -1,5 +1,6 @@
 """The options of a run's adapters, and their checks before the run starts."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,23 @@ from typing import Any
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.fields import Package
 from arealite.base.errors import UserError
+from arealite.base.extras import extra_requirement
 from arealite.base.model_folder import Shapes
 from arealite.ext.models.adapter_folder import adapted, read_adapter
+
+
+def packages_of(config: ExperimentConfig) -> Iterator[Package]:
+    """Yield the package of adapters for each option that needs it (hook `packages`)."""
+    peft = extra_requirement("lora")
+    engine = config.trainer.selected_options.engine
+    section = "trainer.offline" if config.trainer.is_offline else "trainer.ppo"
+    if engine.type == "fsdp" and engine.fsdp.lora.rank:
+        option = f"{section}.engine.fsdp.lora.rank={engine.fsdp.lora.rank}"
+        yield Package("peft", peft, option)
+    if config.model.adapter:
+        yield Package("peft", peft, f"model.adapter={config.model.adapter}")
 
 
 def check_folder(config: ExperimentConfig, model: dict[str, Any], shapes: Shapes) -> None:

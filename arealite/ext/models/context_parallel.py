@@ -28,7 +28,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from arealite.api.engine import Sequence
 from arealite.api.engine_extension import EngineExtension, MicroBatch
 from arealite.base.errors import UserError
-from arealite.base.model_folder import check_context_parallel
+from arealite.ext.models.parallel_options import check_context_parallel
 from arealite.impl.engine import attention
 from arealite.impl.engine.head import decoder_of
 from arealite.impl.engine.micro_batches import NO_RECORD

@@ -18,11 +18,12 @@ from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base import exit_record
 from arealite.base.errors import ArealiteError, RoleError, UserError
-from arealite.base.model_folder import local_folder
+from arealite.base.exit_record import ERROR
 from arealite.cli import configs, presets
 from arealite.cli.preflight import is_self_served
+from arealite.ext.diagnosis.exit_reason import exit_reason
+from arealite.ext.hub.hub_model import hub_folder
 from arealite.ext.notebook.objects import data_path, encode, registered, reward_options
-from arealite.impl.launcher.exit_reason import ERROR, exit_reason
 from arealite.impl.launcher.processes import GUARD, how_ended
 from arealite.system.data.tasks import reward_of
 from arealite.system.names.name_registry import NameRegistry
@@ -129,7 +130,8 @@ def part_words(base: ExperimentConfig, parts: PartOptions) -> list[str]:
     options = dict[str, object]()
     imports = [*base.imports]
     if "model" in parts:
-        options["model.path"] = local_folder(str(parts["model"]))
+        model_path = str(parts["model"])
+        options["model.path"] = str(hub_folder(model_path) or model_path)
     for name, table in (("env", envs), ("agent", agents)):
         if name in parts:
             part_type, modules = registered(parts[name], table)

@@ -13,8 +13,8 @@ from arealite.api import env as env_api
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.sampling import CollectConfig, EvaluateConfig, SamplingRunConfig
 from arealite.cli import configs, preflight
+from arealite.ext.evaluation.config import CollectConfig, EvaluateConfig, SamplingRunConfig
 from arealite.ext.hosting.server.env_messages import SERVING
 from arealite.ext.hosting.server_config import EnvServerConfig
 from arealite.ext.notebook.command_line import (

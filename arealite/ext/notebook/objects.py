@@ -10,8 +10,8 @@ import msgspec
 
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
-from arealite.system.data.plain_values import plain_row, rows_of
-from arealite.system.data.row_files import write_rows
+from arealite.ext.datasets.plain_values import plain_row, rows_of
+from arealite.ext.evaluation.row_files import write_rows
 
 
 def encode(value: object) -> bytes:

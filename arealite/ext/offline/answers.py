@@ -12,12 +12,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from arealite.base.errors import UserError
+from arealite.ext.prompts.rendering_probes import MARKER, dropped_messages
 from arealite.system.data.forms import thought_of, tool_calls, with_thought
 from arealite.system.data.templates import (
     MARK,
-    MARKER,
     common_prefix_length,
-    dropped_messages,
     encode,
     render,
 )

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import PlacedRow
 from arealite.base.errors import UserError
 from arealite.ext.offline.answers import RenderedConversation, special_tokens
-from arealite.system.data.forms import check_prompt, read_tools, tool_calls
-from arealite.system.data.sources import PlacedRow
-from arealite.system.data.templates import common_prefix_length, encode, tokenize, unread_keys
+from arealite.ext.offline.tool_schemas import read_tools
+from arealite.ext.prompts.rendering_probes import unread_keys
+from arealite.system.data.forms import check_prompt, tool_calls
+from arealite.system.data.templates import common_prefix_length, encode, tokenize
 
 if TYPE_CHECKING:
     from arealite.api.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.offline import CheckedRows
 from arealite.base import model_folder
 from arealite.base.config import check_constraints
+from arealite.ext.offline.chat_rows import chat_form
 from arealite.ext.offline.rows import check_examples, read_dataset
-from arealite.system.data.forms import chat_form
 
 
 @dataclass(frozen=True, kw_only=True)

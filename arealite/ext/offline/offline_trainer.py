@@ -18,6 +18,7 @@ from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
 from arealite.api.engine import LossFn, LossInput, Sequence, Stats, Training
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import PlacedRow
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.ext.offline.examples import Example, RowEncoder
@@ -28,7 +29,6 @@ from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Components, Engines, make_engine
 from arealite.impl.trainer.metrics import ENGINE, Metrics
 from arealite.system.data.dataset import permutation
-from arealite.system.data.sources import PlacedRow
 
 logger = log.get(__name__)
 

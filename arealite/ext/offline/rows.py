@@ -8,16 +8,20 @@ from pathlib import Path
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import PlacedRow
 from arealite.api.offline import CheckedRows
 from arealite.api.payloads import Payload
 from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.trial_files import RunPaths
+from arealite.ext.datasets.file_rows import parquet_columns
+from arealite.ext.datasets.hub_rows import is_saved
+from arealite.ext.offline.chat_rows import chat_row
 from arealite.ext.offline.examples import Example, RowEncoder
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.forms import chat_row, renamed
-from arealite.system.data.sources import PlacedRow, is_saved, parquet_columns, read_rows
+from arealite.system.data.forms import renamed
+from arealite.system.data.sources import read_rows
 from arealite.system.ledger.ledger import open_read_only, read_any_format
 
 COLUMNS = (

@@ -23,9 +23,15 @@ from arealite.cli import configs
 from arealite.cli.line_wrap import fold
 from arealite.cli.options import run_parser
 from arealite.cli.resume import step_of
-from arealite.cli.texts import TEXTS
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.ledger.ledger import meta_number, open_read_only, read_any_format
+
+POSSIBLE_CAUSES = """\
+Possible causes. The first step differs: model.path has another model now, or
+torch, the type of processor or the number of threads differ from the run's. A
+later step differs: a trajectory was changed, a checkpoint was not loaded as it
+was saved, or the trainer is not deterministic (sums on a GPU may not be)."""
+"""Printed if a replayed step differs."""
 
 PROGRESS_S = 5.0
 
@@ -175,7 +181,7 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
             on_step=on_step,
         )
     except Differs as error:
-        print(fold(f"{error}\n{TEXTS['replay_differs']}", sys.stderr), file=sys.stderr)
+        print(fold(f"{error}\n{POSSIBLE_CAUSES}", sys.stderr), file=sys.stderr)
         return 1
     except RuntimeError as error:
         rank = os.environ["RANK"]

@@ -26,7 +26,7 @@ from arealite.base import outputs
 from arealite.base.errors import EpisodeError, RewardTimeout, UserError
 from arealite.base.printable import guard_output
 from arealite.base.registry import import_function, import_user_module
-from arealite.ext.math.checker import die_with_parent
+from arealite.base.signals import kill_with_parent
 
 OPTION = "reward.function.paths"
 READY = 0
@@ -252,7 +252,8 @@ def main() -> None:
     process: the worker closes the connection. Handlers, unlike SIG_IGN, are not inherited by the
     programs that a function starts.
     """
-    die_with_parent(int(sys.argv[3]))
+    if not kill_with_parent(int(sys.argv[3])):
+        os._exit(1)
     for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(stop_signal, lambda _signal, _frame: None)
     stdout: Any = sys.stdout

@@ -8,23 +8,36 @@ from arealite.api.agent import agents, load_tokenizer
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError, one_line
-from arealite.base.model_folder import eos_tokens, has_chat_template
+from arealite.base.model_folder import eos_tokens
 from arealite.ext.agents.tool_use import ToolUseAgent, format_of
 from arealite.ext.gateway.families import family_of
 from arealite.ext.gateway.parser import read_calls
 from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.request_data import ApiError, function_call
 from arealite.ext.offline.answers import USER, marker_id, turn_end
+from arealite.ext.prompts.prompt_checks import check_rendering, has_chat_template, uses_template
+from arealite.system.data.tasks import FIRST_ROWS
 from arealite.system.data.templates import common_prefix_length
 
 ARGUMENTS = {"query": "a b", "count": 3}
 
 
 def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yield the faults of a run's chat template (hook `check`), if prompts go through it."""
-    if facts.tokenizer is not None:
-        for fault in check_template(config, facts.tokenizer):
-            yield "template", fault
+    """Yield the faults of a run's chat template, and of the prompts that go through it.
+
+    It is a hook `check`. A template that renders no prompt at all is an error of the former.
+    """
+    if config.trainer.is_offline:
+        return
+    tasks = [*facts.train_tasks, *facts.eval_tasks]
+    if not uses_template(config, tasks):
+        return
+    tokenizer = load_tokenizer(config.model.path)
+    for fault in check_template(config, tokenizer):
+        yield "template", fault
+    first_tasks = [*facts.train_tasks[:FIRST_ROWS], *facts.eval_tasks[:FIRST_ROWS]]
+    for warning in check_rendering(config, first_tasks, tokenizer):
+        yield "template", warning
 
 
 def check_template(config: ExperimentConfig, tokenizer: Any = None) -> list[str]:

@@ -18,12 +18,12 @@ from aiohttp import web
 
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
+from arealite.ext.http_server.http_guard import guard
+from arealite.ext.http_server.http_limits import LimitedRunner
 from arealite.ext.view import report, report_rows, report_run
 from arealite.ext.view.panel import health, progress
 from arealite.ext.view.report_text import Vocabulary
 from arealite.ext.view.snapshot import RunReader, Snapshot
-from arealite.impl.http_guard import guard
-from arealite.impl.http_limits import LimitedRunner
 
 MAX_TRAJECTORIES = 10_000
 """Maximum number of trajectories on the page."""

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from arealite.base.trial_files import RunPaths
+from arealite.ext.diagnosis.health_monitor import describe
 from arealite.ext.view.report_run import roles
 from arealite.ext.view.snapshot import PUBLISHING, RunReader, Snapshot
-from arealite.impl.launcher.supervisor import describe
-from arealite.impl.launcher.terminal import Render
+from arealite.ext.view.terminal import Render
 from arealite.system.names.name_registry import Entry
 
 MAX_WIDTH = 118
@@ -47,7 +47,7 @@ class PanelRow(NamedTuple):
 
 
 def panel_of(paths: RunPaths) -> Render:
-    """Return a function that renders the present panel of a run (hook `panel`).
+    """Return a function that renders the present panel of a run.
 
     Raises:
         UserError: the folder is no run folder.

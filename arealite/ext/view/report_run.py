@@ -17,8 +17,8 @@ from arealite.base.data import read_toml
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
 from arealite.ext.audit.audit_queries import TRAINED
+from arealite.ext.view import metric_names as names
 from arealite.ext.view.snapshot import MetricsLine, MetricsReader, is_step
-from arealite.impl.logger import metric_names as names
 from arealite.system.ledger.ledger import connect
 
 POINTS = 2000

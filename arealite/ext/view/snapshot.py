@@ -12,15 +12,16 @@ from typing import Literal, cast
 from omegaconf import DictConfig, OmegaConf
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir
+from arealite.api.findings import Finding
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
+from arealite.ext.diagnosis import diagnosis
 from arealite.impl.logger.metrics_file import MetricsFile, MetricsLine, is_step
 from arealite.system.clocks import folder_time
-from arealite.system.health import diagnosis
-from arealite.system.health.diagnosis import Finding, RoleStatus
+from arealite.system.health.role_status import RoleStatus, read_roles
 from arealite.system.names.name_registry import Entry, NameRegistry
 
 WINDOW = 20
@@ -122,7 +123,7 @@ class RunReader:
         metrics = self.metrics
         config = self._config
         servers = self._names.list("llm_server")
-        roles = diagnosis.read_roles(self._vitals)
+        roles = read_roles(self._vitals)
         living = [role for role in roles if role.is_alive]
         living_kinds = {role.name.partition("-")[0] for role in living}
         living_kinds -= {"llm_server"}  # a server may outlive its run

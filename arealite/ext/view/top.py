@@ -20,8 +20,8 @@ from arealite.base.trial_files import RunPaths
 from arealite.cli.options import run_parser
 from arealite.ext.view.panel import panel, renderer
 from arealite.ext.view.snapshot import RunReader
+from arealite.ext.view.terminal import Terminal
 from arealite.impl.launcher.progress import RunProgress
-from arealite.impl.launcher.terminal import Terminal
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,8 +9,9 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.cli.line_wrap import fold
 from arealite.cli.options import run_parser
-from arealite.system.health.diagnosis import examine, read_roles
-from arealite.system.health.explain import explain
+from arealite.ext.diagnosis.diagnosis import examine
+from arealite.ext.diagnosis.explain import explain
+from arealite.system.health.role_status import read_roles
 from arealite.system.locks import lock_holder
 
 

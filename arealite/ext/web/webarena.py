@@ -18,11 +18,11 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base import log
+from arealite.base.data import read_toml
 from arealite.base.errors import EpisodeError, UserError
 from arealite.ext.web import webarena_checks as checks
 from arealite.ext.web.browser.chromium import Browser
 from arealite.ext.web.browser.page_episode import play
-from arealite.impl.env.prompt_texts import PROMPTS
 
 if TYPE_CHECKING:
     from arealite.ext.web.browser.page import Page
@@ -31,7 +31,7 @@ logger = log.get(__name__)
 
 SITES = ("shopping", "shopping_admin", "reddit", "gitlab", "wikipedia", "map", "homepage")
 PLACEHOLDER = re.compile(r"__([A-Z]+(?:_[A-Z]+)*)__")
-JUDGE = PROMPTS["webarena"]["judge"]
+JUDGE: str = read_toml(__file__, "webarena.toml")["judge"]
 
 
 class WebArenaEnv(Env):

@@ -27,7 +27,10 @@ class MathCodeSingleStepAgent(Agent):
         response = await self.generate(prompt_ids)
         return Action(self.parse(response), response)
 
-    def build_prompt(self, observation: object) -> str | list[ChatMessage]:
+    def build_prompt(
+        self,
+        observation: object,
+    ) -> str | list[ChatMessage]:
         """Return the chat messages to answer, or the text to continue.
 
         A text is sent as it is. Without a chat template, a text observation is returned as text.

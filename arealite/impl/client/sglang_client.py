@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import AnswerStreamMaker
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
-from arealite.base import log
+from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
 from arealite.impl.client import sglang_messages
@@ -110,6 +111,8 @@ class SGLangClient(LLMClient):
         )
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
+        self._stream_makers: list[AnswerStreamMaker] = []
+        """What reads streamed answers; the last one is used."""
 
     async def start(self) -> None:
         """Open connections; wait up to `server_wait_s` for the first server.
@@ -122,6 +125,7 @@ class SGLangClient(LLMClient):
         # Aborts have their own connections, because generations may use every one of the pool. Each
         # server has 16 of them, so that a silent server delays aborts at no other server.
         self._abort_pools = defaultdict[str, Pool](lambda: Pool(connect_s, limit=16))
+        self._stream_makers = await asyncio.to_thread(entries.hooks, "answer_stream")
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
@@ -199,7 +203,7 @@ class SGLangClient(LLMClient):
         """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
-        stream = None if request.on_tokens is None else sglang_messages.Stream(request)
+        stream = None if request.on_tokens is None else self._stream_makers[-1](request)
         body = self._encode_body(generation, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
@@ -214,7 +218,7 @@ class SGLangClient(LLMClient):
             server.mark_entry_stale()
             self._directory.request_refresh()
             await self._retry(generation, server, "failovers", str(error))
-            return stream and stream.answer
+            return stream.answer if stream is not None else None
         if status == 200:
             if stream is not None and stream.answer is not None:
                 return stream.answer
@@ -228,7 +232,7 @@ class SGLangClient(LLMClient):
                 raise GenerationRefused(f"{server.address}: {message}")
         generation.errors += 1
         await self._retry(generation, server, "server_errors", message)
-        return stream and stream.answer
+        return stream.answer if stream is not None else None
 
     def _encode_body(self, generation: GenerationState, rid: str, *, is_stream: bool) -> bytes:
         """Return the JSON body of an attempt: the prompt and the tokens so far."""
@@ -259,7 +263,7 @@ class SGLangClient(LLMClient):
         server: LLMServerState,
         rid: str,
         body: bytes,
-        stream: sglang_messages.Stream | None,
+        stream: sglang_messages.AnswerStream | None,
     ) -> tuple[int, bytes]:
         """Post a request, and abort it if it is cancelled; return status and body of the reply.
 

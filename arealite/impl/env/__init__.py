@@ -1,1 +1,1 @@
-"""Environments: mathematics, code, tools, debates, games, web pages and adapters."""
+"""Where environments run."""

@@ -6,7 +6,10 @@ from arealite.api.runtime import runtimes
 from arealite.api.trial import TrialConfig
 
 
-def make_env(args: TrialConfig, config: EnvConfig) -> Env:
+def make_env(
+    args: TrialConfig,
+    config: EnvConfig,
+) -> Env:
     """Create an environment where `config.runtime` places it.
 
     Call its `setup` before the first episode.
@@ -22,7 +25,10 @@ def make_env(args: TrialConfig, config: EnvConfig) -> Env:
     return make(args, config)
 
 
-def in_process(args: TrialConfig, config: EnvConfig) -> Env:
+def in_process(
+    args: TrialConfig,
+    config: EnvConfig,
+) -> Env:
     """Create an environment in this process."""
     env_class = envs.get(config.type)
     options = envs.options(config)

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.hooks import LedgerAudit, RunCompanion
+from arealite.api.findings import Finding
+from arealite.api.hooks import LedgerAudit, RunCompanion, RunFailed
 from arealite.api.launcher import Launcher
 from arealite.base import entries, exit_record
 from arealite.base.errors import ArealiteError, RoleError, UserError
@@ -27,8 +28,7 @@ from arealite.impl.launcher.progress import RunProgress
 from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter, starters
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
 from arealite.system.health import vitals, waits
-from arealite.system.health.diagnosis import Finding, examine, read_roles
-from arealite.system.health.explain import explain
+from arealite.system.health.role_status import read_roles
 from arealite.system.health.vitals import STACKS_REQUEST
 from arealite.system.locks import remove_unlocked
 from arealite.system.names.name_registry import NameRegistry
@@ -118,17 +118,12 @@ class LocalLauncher(Launcher, Supervisor):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)
         with self.progress.shown():
-            monitor = supervisor.HealthMonitor(
-                folder=self.vitals,
-                supervisor=self,
-                silent_s=self.options.silent_s,
-                blocked_s=self.options.blocked_s,
-            )
-            monitoring = asyncio.ensure_future(monitor.run())
+            silent_s = self.options.silent_s
+            blocked_s = self.options.blocked_s
             try:
-                code = await self._supervise_all()
+                with self.monitored(self.vitals, silent_s=silent_s, blocked_s=blocked_s):
+                    code = await self._supervise_all()
             finally:
-                monitoring.cancel()
                 grace_s = 0.0 if self._stops > 1 else processes.TERMINATE_GRACE_S
                 await processes.end_all(self.children, self.stop, grace_s=grace_s)
                 if self.starter is not None:
@@ -344,11 +339,13 @@ class LocalLauncher(Launcher, Supervisor):
                 )
 
     async def _explain(self) -> None:
-        """Print the text of `arealite why` before the roles are stopped."""
+        """Print what extensions say about the failure, before the roles are stopped."""
         with suppress(Exception):  # an error here must not hide the reason of the run's end
-            findings = await asyncio.to_thread(examine, self.vitals)
-            if findings:
-                self.say(explain(self.vitals, findings, logs=self.paths.logs))
+            explanations: list[RunFailed] = entries.hooks("run_failed")
+            for explain in explanations:
+                text = await asyncio.to_thread(explain, self.vitals, self.paths.logs)
+                if text:
+                    self.say(text)
 
     # ------------------------------------------------------------ ending
 

@@ -1,30 +1,32 @@
 """Child processes of this machine: each leads a session, and is killed with its parent."""
 
 import asyncio
-import ctypes
 import json
 import os
 import random
 import signal
 import socket
-import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.base import exit_record
-from arealite.base.errors import RoleError, UserError
-from arealite.base.signals import ignore_other_stops
-from arealite.impl.launcher.exit_reason import ERROR, exit_reason
+from arealite.base import entries, exit_record
+from arealite.base.errors import UserError
+from arealite.base.exit_record import ERROR
+from arealite.base.signals import ignore_other_stops, kill_with_parent
+
+if TYPE_CHECKING:
+    from arealite.api.hooks import ExitReason
 
 PARENT = "AREALITE_PARENT"
 """Environment variable with the id of the parent process that restarts this one."""
-PR_SET_PDEATHSIG = 1
+IS_KEPT = "AREALITE_IS_KEPT"
+"""Environment variable of a server whose parent restarts it."""
 GUARD = """
 exec 3<&0 </dev/null
 (trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &
@@ -104,9 +106,10 @@ class Child:
     def _own_reason(self) -> str:
         """Return the reason that the process gave, with the prefix ERROR if it is deliberate."""
         record = exit_record.read(self.record) if self.record and self.code > 0 else None
-        if record is None:
-            return exit_reason(self._output(), self.code)
-        return f"{ERROR}{record.reason}" if record.is_deliberate else record.reason
+        if record is not None:
+            return f"{ERROR}{record.reason}" if record.is_deliberate else record.reason
+        readers: list[ExitReason] = entries.hooks("exit_reason")
+        return entries.first_result(readers, self._output(), self.code) or ""
 
     def _summary(self, own_reason: str) -> str:
         reason = self.reason or own_reason.removeprefix(ERROR)
@@ -238,9 +241,7 @@ def die_with_parent() -> bool:
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return False
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
+    if not kill_with_parent(int(parent)):
         raise UserError("the supervisor of this process exited before the process started.")
     return True
 
@@ -319,39 +320,6 @@ def rank_environments(
     ]
 
 
-def counts(config: ExperimentConfig) -> dict[str, int]:
-    """Return the largest number of processes of each role that a cluster places.
-
-    The datapipe is not included: it runs beside the supervisor.
-    """
-    options = config.launcher
-    if config.trainer.is_offline:
-        return {"trainer": options.trainer_ranks}
-    return {
-        "llm_server": options.llm_servers,
-        "rollout": max(options.rollout_workers, options.max_workers),
-        "trainer": options.trainer_ranks,
-    }
-
-
-def needed_paths(config: ExperimentConfig) -> list[Path]:
-    """Return the paths that a role on another host reads, besides the run's folders."""
-    paths = [Path(sys.executable), Path.cwd()]
-    for folder in (config.model.path, config.model.adapter):
-        if folder:
-            paths.append(Path(folder).expanduser().absolute())
-    return paths
-
-
-def not_shared(path: object, here: str, host: str) -> UserError:
-    """Return the error for a path that exists on host `here` and not on `host`."""
-    return UserError(
-        f"{path} is not shared between {here} and {host}. "
-        "The working directory, cluster.run_root, cluster.name_root, model.path and Python "
-        "must be on a file system that every node mounts."
-    )
-
-
 def threads(count: int) -> dict[str, str]:
     """Return the environment that limits maths libraries to `count` threads a process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
@@ -402,38 +370,3 @@ def server_overrides(config: ExperimentConfig) -> list[str]:
         overrides[f"cluster.{option.name}"] = getattr(config.cluster, option.name)
     arguments = [f"{option}={json.dumps(setting)}" for option, setting in overrides.items()]
     return [*arguments, *config.launcher.server_args]
-
-
-@asynccontextmanager
-async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[None]:
-    """Run `launcher.llm_servers` servers during the body; cancel the body if a server exits.
-
-    Raises:
-        RoleError: a server exited and its parent process could not restart it; alone or in an
-            exception group.
-    """
-    children = list[Child]()
-    num_servers = config.launcher.llm_servers
-    command = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]
-    try:
-        async with asyncio.TaskGroup() as watching:
-            for index in range(num_servers):
-                name = f"llm_server-{index}"
-                child = await spawn(
-                    name,
-                    command,
-                    log=logs / f"{name}.log",
-                    environment=server_gpus(index, num_servers, ranks=0),
-                )
-                children.append(child)
-            watches = [watching.create_task(_until_dead(child)) for child in children]
-            yield
-            for watch in watches:
-                watch.cancel()
-    finally:
-        await end_all(children)
-
-
-async def _until_dead(child: Child) -> None:
-    await child.process.wait()
-    raise RoleError(child.exit_report)

@@ -1,17 +1,14 @@
-"""Progress of a run on the launcher's console: a panel on a terminal, lines in other outputs."""
+"""Progress of a run: lines on stdout, or the console of an extension."""
 
-import threading
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.live import Live
-
-from arealite.api.hooks import PanelMaker
+from arealite.api.hooks import Console, ConsoleMaker
 from arealite.base import entries
-from arealite.base.printable import guard_output
+from arealite.base.printable import printable
 from arealite.base.trial_files import RunPaths
-from arealite.impl.launcher.terminal import Terminal
 from arealite.impl.logger.metrics_file import MetricsFile, is_step
 
 COLUMNS = (
@@ -25,16 +22,12 @@ COLUMNS = (
     ("accuracy", "train/accuracy", "{:.3f}"),
 )
 """Label, metric and format of each number in a line."""
-DRAW_S = 1.0
-"""Seconds between two drawings of the panel."""
-LAST_S = 5.0
-"""Time limit of the last drawing of the panel."""
 
 
 class RunProgress:
     """Prints lines of the launcher, and the progress of the run.
 
-    On a terminal, the panel shows the progress; elsewhere, a line every `every` steps.
+    A console with a panel shows the progress itself; elsewhere, a line every `every` steps.
     """
 
     def __init__(
@@ -50,8 +43,7 @@ class RunProgress:
         self.is_unevaluated = False
         """Whether the newest evaluation has no result."""
         self._every = every
-        self._terminal = Terminal()
-        self._is_drawn = False
+        self._console: Console | None = None
         self._metrics.poll()  # an earlier run's
 
     @property
@@ -83,7 +75,8 @@ class RunProgress:
             if metric in metrics:
                 columns.append(f"{label} {number_format.format(metrics[metric])}")
         is_due = step == 1 or step % self._every == 0 or step == self.total
-        if is_due and not self._has_panel():
+        has_panel = self._console is not None and self._console.has_panel
+        if is_due and not has_panel:
             self.say("  ".join(columns))
 
     def _show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -103,45 +96,23 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """Print a line."""
-        self._has_panel()
-        self._terminal.print(line)
-
-    def _has_panel(self) -> bool:
-        """Return whether the panel is drawn; without its terminal, the panel ends."""
-        if self._is_drawn and not self._terminal.is_drawable:
-            self._is_drawn = False
-            self._terminal.is_interactive = False  # else rich draws it below each printed line
-        return self._is_drawn
+        if self._console is None:
+            sys.stdout.write(f"{printable(line)}\n")
+            sys.stdout.flush()
+        else:
+            self._console.print(line)
 
     @contextmanager
     def shown(self) -> Generator[None]:
-        """Draw the panel below all lines printed during the body, if the output is a terminal.
+        """Show the run on the console of an extension, during the body, if there is one.
 
-        The last state of the panel remains on the screen.
+        The console then prints all lines, also after the body.
         """
-        makers: list[PanelMaker] = []
-        if self._terminal.is_drawable:
-            makers = entries.hooks("panel")
-        self._is_drawn = bool(makers)
-        if not makers:
+        makers: list[ConsoleMaker] = entries.hooks("console")
+        consoles = entries.results(makers, self._run)
+        if not consoles:
             yield
             return
-        over = threading.Event()
-        with self._terminal.keep_panel() as live:
-            guard_output()  # rich replaced the filtered streams by its own
-            # A thread, because a disk that does not respond must not block the launcher.
-            thread = threading.Thread(target=self._draw, args=(live, over, makers[-1]), daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                over.set()
-                thread.join(LAST_S)
-
-    def _draw(self, live: Live, over: threading.Event, panel_of: PanelMaker) -> None:
-        """Draw until `over`, and once more. Waits for: the clock. Unblocks: no process."""
-        render = panel_of(self._run)
-        is_last = False
-        while not is_last and self._has_panel():
-            is_last = over.wait(DRAW_S)
-            self._terminal.draw(live, render)
+        self._console = consoles[-1]
+        with self._console.shown():
+            yield

@@ -1,23 +1,23 @@
-"""Supervisors: restart policy, restart budgets and the health monitor.
+"""Supervisors: restart policy and restart budgets.
 
 Launchers, the parent of an embedded server and the wrapper of an SGLang server are supervisors.
 """
 
 import asyncio
 import math
-import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arealite.base import log
+from arealite.api.findings import Finding
+from arealite.api.hooks import HealthMonitorMaker
+from arealite.base import entries
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child
 from arealite.system.health import waits
-from arealite.system.health.diagnosis import Cause, Finding, examine
 
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
@@ -32,17 +32,7 @@ PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 STEADY_S = 10.0
 """A role that ran for this long is restarted without a pause."""
 EXAMINE_S = 1.0
-"""Seconds between two examinations of the vitals of all roles."""
-QUIET_S = 10.0
-"""A finding is reported again after an absence of this long."""
-REMIND_S = 300.0
-"""A lasting finding of cause "filtering" is reported again after this long."""
-FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
-
-FindingKey = tuple[str, str, int]
-"""(role, cause, process id); the next process of a role has another id."""
-
-logger = log.get(__name__)
+"""Seconds between two looks at whether a started role is up."""
 
 
 class RoleFailed(RoleError):
@@ -292,85 +282,24 @@ class Supervisor(ABC):
         """Return whether the health monitor reports a finding."""
         return False
 
+    @contextmanager
+    def monitored(
+        self, vitals: Path, *, silent_s: float = 8.0, blocked_s: float = 60.0
+    ) -> Generator[None]:
+        """Run the health monitors of extensions during the body.
 
-@dataclass(kw_only=True)
-class HealthMonitor:
-    """Finds, reports and kills unresponsive children, once a second.
-
-    The monitor only kills; the supervisor of a child restarts it.
-    """
-
-    folder: Path
-    """Where the roles write their vitals."""
-    supervisor: Supervisor
-    """Parent of the children; other processes are never killed."""
-    silent_s: float = 8.0
-    blocked_s: float = 60.0
-    """Seconds after which a silent or stopped child (`silent_s`), or a blocked one, is killed."""
-    _seen: dict[FindingKey, float] = field(default_factory=dict["FindingKey", float])
-    """Monotonic time at which each finding was last made."""
-    _reported: dict[FindingKey, float] = field(default_factory=dict["FindingKey", float])
-    """Monotonic time at which each finding was last reported."""
-
-    async def run(self) -> None:
-        """Examine until cancelled. Waits for: the clock. Unblocks: roles that wait for an
-        unresponsive role."""
-        before = set[FindingKey]()
-        while True:
-            await asyncio.sleep(EXAMINE_S)
-            try:
-                findings = await asyncio.to_thread(examine, self.folder)
-            except Exception as error:  # noqa: BLE001  (an examination must not end the run)
-                logger.warning("no diagnosis", error=repr(error))
-                continue
-            for finding in findings:
-                self._report(finding)
-                if finding_key(finding) in before:  # else this process may have been stopped, too
-                    self._kill_if_due(finding)
-            before = {finding_key(finding) for finding in findings}
-
-    def _report(self, finding: Finding) -> None:
-        key = finding_key(finding)
-        now = time.monotonic()
-        is_new = now - self._seen.get(key, -math.inf) > QUIET_S
-        reported_at = self._reported.get(key, -math.inf)
-        is_reminder = finding.cause == "filtering" and now - reported_at > REMIND_S
-        if (is_new or is_reminder) and self.supervisor.is_shown(finding):
-            self.supervisor.say(describe(finding))
-            self._reported[key] = now
-        self._seen[key] = now
-
-    def _kill_if_due(self, finding: Finding) -> None:
-        limits_s: dict[Cause, float] = {
-            "stopped": self.silent_s,
-            "silent": self.silent_s,
-            # The child may be srun, which still runs although the role's process is dead.
-            "dead": self.silent_s,
-            "blocked": self.blocked_s,
-        }
-        if finding.since_s < limits_s.get(finding.cause, math.inf):
-            return
-        child = self.supervisor.child_of(finding)
-        if child is not None:
-            self.supervisor.say(f"{finding.blocker} is killed after {finding.since_s:.0f} s")
-            child.kill()
-
-
-def finding_key(finding: Finding) -> FindingKey:
-    """Return the key under which repeated findings are the same."""
-    return finding.blocker, finding.cause, finding.pid
-
-
-def describe(finding: Finding) -> str:
-    """Return one line: the blocking role, the cause, the place, and the roles that wait."""
-    description = f"{finding.blocker} is {finding.cause}: {finding.detail}"
-    frames = list(FRAME.finditer(finding.stack))
-    if frames:
-        file, line, function = frames[-1].groups()
-        description += f" (at {file}:{line} in {function})"
-    if finding.waiters:
-        first, *others = finding.waiters
-        description += f"; waiting: {first}"
-        if others:
-            description += f" and {len(others)} more"
-    return description
+        Args:
+            vitals: Where the roles write their vitals.
+            silent_s: Seconds after which a silent or stopped child is killed.
+            blocked_s: Seconds after which a blocked child is killed.
+        """
+        makers: list[HealthMonitorMaker] = entries.hooks("health_monitor")
+        monitors: list[asyncio.Future[None]] = []
+        for make in makers:
+            watching = make(vitals, self, silent_s=silent_s, blocked_s=blocked_s)
+            monitors.append(asyncio.ensure_future(watching))
+        try:
+            yield
+        finally:
+            for monitor in monitors:
+                monitor.cancel()

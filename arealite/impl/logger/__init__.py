@@ -1,1 +1,1 @@
-"""Metric loggers and the catalogue of metric names."""
+"""Metric loggers."""

@@ -10,11 +10,10 @@ from typing import Any, NotRequired, TypedDict
 
 from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.hooks import AfterFirstPublish
+from arealite.api.hooks import AfterFirstPublish, LoggerOpener
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.base import entries
-from arealite.impl.logger.isolated import IsolatedLogger
 from arealite.impl.trainer.rank_group import World
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.name_registry import NameRegistry
@@ -86,7 +85,11 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
     root = run_paths(config).root
     names = dict.fromkeys(config.logger.types)
     names.pop("jsonl", None)
-    others = [IsolatedLogger(root, loggers.get(name)) for name in names]
+    openers: list[LoggerOpener] = entries.hooks("logger_opener")
+    others: list[MetricLogger] = []
+    for name in names:
+        kind = loggers.get(name)
+        others.append(entries.first_result(openers, root, kind) or kind(root))
     return [loggers.get("jsonl")(root), *others]
 
 

@@ -14,9 +14,11 @@ import msgspec
 from msgspec import structs
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import TaskForm
 from arealite.api.task import Row, Task
+from arealite.base import entries
 from arealite.base.errors import UserError
-from arealite.system.data.forms import TASK, Columns, check_prompt, no_prompt, renamed, task_form
+from arealite.system.data.forms import TASK, Columns, check_prompt, no_prompt, renamed
 from arealite.system.data.sources import read_rows
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -58,9 +60,10 @@ def read_tasks(
     keep: bool,
 ) -> Iterator[PlacedTask]:
     """Yield the place and the task of each row; see load_tasks."""
+    forms: list[TaskForm] = entries.hooks("task_form")
     rows = read_rows(path, split, () if keep or columns else TASK)
     for index, (place, row) in enumerate(rows):
-        _, recognised = task_form(row)
+        _, recognised = entries.first_result(forms, row) or ("", row)
         task_row = renamed(row, recognised, columns, place)
         task = make_task(task_row, f"{split}-{index}", place)
         if keep:

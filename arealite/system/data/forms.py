@@ -1,7 +1,4 @@
-"""Finds AReaLite's columns in the rows of other libraries, and applies `dataset.columns`.
-
-Also checks chat messages, and prepares them for chat templates.
-"""
+"""Applies `dataset.columns` to rows; checks chat messages, and prepares them for templates."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -16,150 +13,14 @@ from arealite.base.registry import unknown
 
 TASK = ("prompt", "ground_truth", "extra_info")
 """Columns of a task."""
-CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
-"""Columns of a row of sft, dpo and reward."""
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Names of an answer's thought, in order of preference."""
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
 """Common names of the column with the prompt, for errors."""
-ROLES = {"human": "user", "observation": "tool", "function_response": "tool"} | {
-    name: "assistant" for name in ("gpt", "chatgpt", "bing")
-}
-"""Role of a chat message by ShareGPT's `from`; other values are roles already."""
-HUMANEVAL = ("prompt", "entry_point", "canonical_solution", "test")
-"""Columns of HumanEval's rows. `task_id` is not required."""
-BESIDE_QUESTION = {"choices", "options", "context", "passage"}
-"""Columns that belong into the prompt: a row with a question and one of them is not recognised."""
 DatasetRow = dict[str, Any]
 Columns = Mapping[str, str]
 """dataset.columns."""
 _json = msgspec.json.Encoder().encode
-
-
-def task_form(row: DatasetRow) -> tuple[str, DatasetRow]:
-    """Return (name of the recognised form or "", the row with AReaLite's columns)."""
-    has_humaneval = all(row.get(name) is not None for name in HUMANEVAL)
-    if has_humaneval and row.get("extra_info") is None:
-        return "HumanEval rows", _from_humaneval(row)
-    if "prompt" in row:
-        has_model = isinstance(row.get("reward_model"), dict)
-        if has_model and row.get("ground_truth") is None:
-            return "verl rows: reward_model.ground_truth", _from_verl(row)
-        return "", row
-    has_question = {"question", "answer"} <= row.keys()
-    if has_question and not BESIDE_QUESTION & row.keys():
-        return _from_question(row)
-    if "problem" in row and {"answer", "solution"} & row.keys():
-        return _from_problem(row)
-    return "", row
-
-
-def _from_humaneval(row: DatasetRow) -> DatasetRow:
-    extra_info = {
-        "data_source": "humaneval",
-        "entry_point": row["entry_point"],
-        "test": row["test"],
-    }
-    return {
-        **row,
-        "ground_truth": as_text(row["canonical_solution"]),
-        "extra_info": extra_info,
-    }
-
-
-def _from_verl(row: DatasetRow) -> DatasetRow:
-    truth = cast(DatasetRow, row["reward_model"]).get("ground_truth")
-    extra_info = row.get("extra_info") or DatasetRow()
-    if isinstance(extra_info, dict) and "data_source" in row:
-        extra_info = {"data_source": row["data_source"], **cast(DatasetRow, extra_info)}
-    return {**row, "ground_truth": as_text(truth), "extra_info": extra_info}
-
-
-def _from_question(row: DatasetRow) -> tuple[str, DatasetRow]:
-    """Return the form of a row with question and answer, and the row with AReaLite's columns."""
-    form = "rows: question/answer"
-    truth = row["answer"]
-    if isinstance(truth, str) and "####" in truth:
-        form = "GSM8K rows: question/answer, `####` answers"
-        _, _, after_mark = truth.rpartition("####")
-        truth = after_mark.strip().replace(",", "")
-    return form, _with_task(row, prompt=row["question"], truth=truth)
-
-
-def _from_problem(row: DatasetRow) -> tuple[str, DatasetRow]:
-    """Return the form of a row with problem and answer, and the row with AReaLite's columns."""
-    form = "rows: problem/answer"
-    truth = row.get("answer")
-    if truth is None:
-        form = "MATH rows: problem/solution, \\boxed answers"
-        truth = row.get("solution")
-        if isinstance(truth, str):
-            truth = boxed(truth) or truth
-    return form, _with_task(row, prompt=row["problem"], truth=truth)
-
-
-def _with_task(row: DatasetRow, *, prompt: Any, truth: Any) -> DatasetRow:
-    """Return a row with a prompt and a ground truth; an existing `ground_truth` is kept."""
-    existing_truth = row.get("ground_truth")
-    if existing_truth is not None:
-        truth = existing_truth
-    return {**row, "prompt": prompt, "ground_truth": as_text(truth)}
-
-
-def chat_row(row: DatasetRow) -> DatasetRow:
-    """Return a row of sft, dpo or reward with AReaLite's columns; ShareGPT's are converted."""
-    if row.get("conversations") is None or any(map(row.get, CHAT[:3])):
-        return row
-    conversation: list[Any] = [row["conversations"]]
-    if row.get("system"):
-        conversation.insert(0, {"from": "system", "value": row["system"]})
-    answers = DatasetRow()
-    for name in ("chosen", "rejected"):
-        if isinstance(row.get(name), dict | list):
-            answers[name] = _from_sharegpt(row[name])
-    is_pair = bool(answers) or "chosen" in row
-    column = "prompt" if is_pair else "messages"
-    return {**row, column: _from_sharegpt(conversation), **answers}
-
-
-def chat_form(row: DatasetRow) -> str:
-    """Return the name of the form of a row that `chat_row` has returned."""
-    kind = "ShareGPT rows" if "conversations" in row else "rows"
-    present = [name for name in CHAT if row.get(name) is not None]
-    return f"{kind}: {'/'.join(present)}"
-
-
-def _from_sharegpt(column: Any) -> list[Any]:
-    """Convert one ShareGPT message or a list of them to chat messages; keep anything else."""
-    if isinstance(column, list):
-        messages: list[Any] = []
-        for element in cast(list[Any], column):
-            messages += _from_sharegpt(element)
-        return messages
-    if not isinstance(column, dict) or "from" not in column:
-        return [column]
-    message = cast(DatasetRow, column)
-    role = str(message["from"])
-    content = message.get("value")
-    others = {key: field for key, field in message.items() if key not in ("from", "value")}
-    calls = _sharegpt_calls(content) if role == "function_call" else []
-    if calls:
-        chat_message = {"role": "assistant", "content": None, "tool_calls": calls}
-    else:
-        chat_message = {"role": ROLES.get(role, role), "content": content}
-    return [{**chat_message, **others}]
-
-
-def _sharegpt_calls(content: object) -> list[DatasetRow]:
-    """Return the tool calls in the JSON text of a ShareGPT message; [] if it has none."""
-    decoded: Any = None
-    if isinstance(content, str):
-        with suppress(msgspec.DecodeError):
-            decoded = msgspec.json.decode(content)
-    functions = cast(list[Any], decoded) if isinstance(decoded, list) else [decoded]
-    if not all(map(_is_schema, functions)):
-        return []
-    return [{"type": "function", "function": function} for function in functions]
 
 
 def renamed(
@@ -251,22 +112,6 @@ def as_text(truth: object) -> str | None:
     return truth if isinstance(truth, str | None) else _json(truth).decode()
 
 
-def boxed(solution: str) -> str | None:
-    r"""Return the content of the last \boxed{…} of a text; None without one."""
-    _, mark, after_mark = solution.rpartition("\\boxed{")
-    if not mark:
-        return None
-    depth = 1
-    for end, letter in enumerate(after_mark):
-        if letter == "{":
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-        if depth == 0:
-            return after_mark[:end]
-    return None
-
-
 # ------------------------------------------------------------ chat messages
 
 
@@ -331,39 +176,10 @@ def for_template(message: Any, template: str) -> dict[str, Any]:
         if field is not None or key == "content":
             prepared[key] = field
     if calls := tool_calls(message):
-        prepared["tool_calls"] = [_without_nulls(call) for call in calls]
+        prepared["tool_calls"] = [without_nulls(call) for call in calls]
     prepared["role"] = template_role(message["role"], template)
     thought = thought_of(message)
     return with_thought(prepared, thought) if thought else prepared
-
-
-def read_tools(tools: object, place: str) -> list[dict[str, Any]]:
-    """Return the schemas in a row's column `tools`: a list, or JSON text of a list; [] for null.
-
-    Raises:
-        UserError: the column is neither, or a schema has no name.
-    """
-    decoded = tools
-    if isinstance(tools, str):
-        with suppress(msgspec.DecodeError):
-            decoded = cast(object, msgspec.json.decode(tools)) if tools.strip() else None
-    schemas = cast(list[object], [] if decoded is None else decoded)
-    is_list = isinstance(decoded, list | None)
-    if not is_list or not all(map(_is_schema, schemas)):
-        raise UserError(
-            f"{place}: `tools` must be a list of function schemas, or JSON text of such a list. "
-            'Write [{"type": "function", "function": {"name": …, "parameters": …}}, …].'
-        )
-    return [_without_nulls(schema) for schema in schemas]
-
-
-def _is_schema(schema: object) -> bool:
-    """Return whether a value is the schema of a function, or a tool with one."""
-    fields = cast(DatasetRow, schema) if isinstance(schema, dict) else DatasetRow()
-    function = fields.get("function") or fields
-    if not isinstance(function, dict):
-        return False
-    return isinstance(cast(DatasetRow, function).get("name"), str)
 
 
 def template_role(role: str, template: str = "") -> str:
@@ -378,7 +194,7 @@ def template_role(role: str, template: str = "") -> str:
     return role
 
 
-def _without_nulls(node: Any, key: str = "") -> Any:
+def without_nulls(node: Any, key: str = "") -> Any:
     """Return a JSON value without null fields, and with decoded `arguments`.
 
     Args:
@@ -390,10 +206,10 @@ def _without_nulls(node: Any, key: str = "") -> Any:
             return msgspec.json.decode(node)
     if isinstance(node, dict):
         return {
-            name: _without_nulls(field, name)
+            name: without_nulls(field, name)
             for name, field in cast(DatasetRow, node).items()
             if field is not None
         }
     if isinstance(node, list):
-        return [_without_nulls(element) for element in cast(list[Any], node)]
+        return [without_nulls(element) for element in cast(list[Any], node)]
     return node

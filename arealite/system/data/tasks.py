@@ -19,12 +19,8 @@ from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
-from arealite.system.data.forms import task_form
-from arealite.system.data.plain_values import plain_row
-from arealite.system.data.sources import read_rows
+from arealite.system.data.sources import plain_row
 
-SHOWN = 60
-"""Characters of a prompt or ground truth that `arealite check` shows."""
 FIRST_ROWS = 1000
 """Number of rows at the beginning of a file that are checked before a run starts."""
 GENERATED = "generated"
@@ -149,31 +145,6 @@ async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
     finally:
         if scorer:
             await scorer.close()
-
-
-def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yield (heading, text) about the training rows: their form, and the first row as read."""
-    for name, part in file_parts(config).items():
-        if part.train != GENERATED:
-            _, first_row = next(iter(read_rows(part.train, "train")))
-            form, _ = task_form(first_row)
-            if form:
-                yield "data", f"{form} {name}".strip()
-            if part.columns:
-                mapping = ", ".join(f"{column}={path}" for column, path in part.columns.items())
-                yield "data", f"dataset.columns: {mapping} {name}".strip()
-        for _, task in islice(first_tasks(config, part, "train"), 1):
-            yield "example", _describe_task(task)
-
-
-def _describe_task(task: Task) -> str:
-    """Return the beginnings of a task's prompt and ground truth, and its columns."""
-    prompt = task.text[:SHOWN]
-    truth = task.ground_truth and task.ground_truth[:SHOWN]
-    description = f"prompt {prompt!r}, ground_truth {truth!r}"
-    if task.columns:
-        description += f", columns {', '.join(task.columns)}"
-    return description
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:

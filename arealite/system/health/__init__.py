@@ -1,1 +1,1 @@
-"""Waits between processes, the vitals of each process, and the diagnosis of a blocked run."""
+"""Waits between processes, and the vitals of each process."""

@@ -1,7 +1,7 @@
 """Writes the vitals of a process to a file: heartbeat, waits, event loop lag, CPU times.
 
 A separate thread writes them, because the rest of the process may hang. Errors of this thread are
-suppressed. `diagnosis` reads the files.
+suppressed. The extension `diagnosis` reads the files.
 """
 
 import asyncio
@@ -18,12 +18,16 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from arealite.base import log, signals
+from arealite.base import entries, log, signals
 from arealite.base.files import replacing
 from arealite.system.health import waits
+
+if TYPE_CHECKING:
+    from arealite.api.hooks import RoleStacks
 
 logger = log.get(__name__)
 
@@ -120,18 +124,19 @@ class LoopWatch:
         return time.monotonic() - self._due if self.loop.is_running() else 0.0
 
 
-_loops: list[LoopWatch] = []
+loops: list[LoopWatch] = []
+"""The watched event loops of this process."""
 
 
 def watch(loop: asyncio.AbstractEventLoop) -> None:
     """Measure the lag of an event loop that runs, or will run, in this thread."""
-    _loops[:] = [watched for watched in _loops if not watched.loop.is_closed()]
-    _loops.append(LoopWatch(loop))
+    loops[:] = [watched for watched in loops if not watched.loop.is_closed()]
+    loops.append(LoopWatch(loop))
 
 
 def lag_max_s() -> float:
     """Return the largest lag of this process's watched event loops since their start."""
-    return max((watched.lag_max_s for watched in _loops), default=0.0)
+    return max((watched.lag_max_s for watched in loops), default=0.0)
 
 
 class Recorder(threading.Thread):
@@ -164,6 +169,8 @@ class Recorder(threading.Thread):
         signals.ignore(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._request_ns = modified_ns(self.folder / STACKS_REQUEST)
+        # They are imported now: when a role hangs, an import could hang, too.
+        self._describers: list[RoleStacks] = entries.hooks("role_stacks")
         self.beat()
 
     def beat(self) -> None:
@@ -176,14 +183,15 @@ class Recorder(threading.Thread):
         request_ns = modified_ns(self.folder / STACKS_REQUEST)
         if request_ns != self._request_ns:
             self._request_ns = request_ns
-            self._write("dump", stacks().encode())
+            dump = "".join(describe_stacks() for describe_stacks in self._describers)
+            self._write("dump", dump.encode())
 
     def _update_vitals(self) -> None:
         vitals = self.vitals
         previous_beat = vitals.clock
         vitals.clock = time.monotonic()
-        vitals.lag_s = max((watched.lag_s for watched in _loops), default=0.0)
-        for watched in _loops:
+        vitals.lag_s = max((watched.lag_s for watched in loops), default=0.0)
+        for watched in loops:
             watched.lag_s = 0.0
         vitals.waits = _grouped_waits()
         vitals.counters = waits.counters | {"in_collective": float(_is_in_collective())}
@@ -218,12 +226,12 @@ class Recorder(threading.Thread):
 
     def _check_loops(self) -> None:
         """Record the event loop that has been blocked for longest; log the begin of the block."""
-        worst = max(_loops, key=LoopWatch.blocked_s, default=None)
+        worst = max(loops, key=LoopWatch.blocked_s, default=None)
         blocked_s = worst.blocked_s() if worst is not None else 0.0
         if worst is None or blocked_s < BLOCKED_S:
             self._was_blocked = False
             return
-        frame = _frames().get(worst.thread)
+        frame = frames().get(worst.thread)
         stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
         self.vitals.blocked_s = blocked_s
         self.vitals.blocked_stack = stack
@@ -240,7 +248,7 @@ class Recorder(threading.Thread):
 
 def _is_in_collective() -> bool:
     """Return whether the main thread is in a collective of torch."""
-    frame = _frames().get(threading.main_thread().ident or 0)
+    frame = frames().get(threading.main_thread().ident or 0)
     return frame is not None and COLLECTIVES in frame.f_code.co_filename
 
 
@@ -339,68 +347,6 @@ def _kind_word(name: str) -> str:
     return word if word.isalpha() else "#"
 
 
-def stacks() -> str:
-    """Return the stacks of all other threads and of all tasks of watched event loops.
-
-    One line a stack, innermost call first. Equal stacks share a line, which begins with their
-    number.
-    """
-    names_by_thread = {thread.ident: thread.name for thread in threading.enumerate()}
-    names_by_path: dict[str, dict[str, list[str]]] = {"task": {}, "thread": {}}
-    for ident, frame in _frames().items():
-        if ident == threading.get_ident():
-            continue
-        calls = [_location(caller, line) for caller, line in traceback.walk_stack(frame)]
-        path = " < ".join(calls)
-        names = names_by_path["thread"].setdefault(path, [])
-        names.append(names_by_thread.get(ident, "?"))
-    for watched in _loops:
-        for task in asyncio.all_tasks(watched.loop):
-            names = names_by_path["task"].setdefault(_task_path(task), [])
-            names.append(task.get_name())
-    lines: list[str] = []
-    for kind, groups in names_by_path.items():
-        most_frequent_first = sorted(groups.items(), key=lambda group: -len(group[1]))
-        for path, names in most_frequent_first:
-            lines.append(f"{len(names)} x {kind} {names[0]}: {path}\n")
-    return "".join(lines)
-
-
-def _task_path(task: asyncio.Task[object]) -> str:
-    """Return the stack of a task, which begins at its innermost await."""
-    calls: list[str] = []
-    awaited: object = task.get_coro()
-    while awaited is not None:
-        kind = _awaitable_kind(awaited)
-        if kind is None:
-            break
-        frame: FrameType | None = getattr(awaited, f"{kind}_frame")
-        if frame is None:
-            break
-        calls.append(_location(frame, frame.f_lineno))
-        awaits = "gi_yieldfrom" if kind == "gi" else f"{kind}_await"
-        awaited = getattr(awaited, awaits)
-        if frame.f_code is waits.Wait.run.__code__:  # it resumes the coroutine `work` itself
-            awaited = frame.f_locals.get("work") or awaited
-    return " < ".join(reversed(calls))
-
-
-def _awaitable_kind(awaited: object) -> str | None:
-    """Return the prefix of an awaitable's attributes: coroutine, generator, async generator.
-
-    Returns:
-        None if the awaitable has no frame, as a future.
-    """
-    for kind in ("cr", "gi", "ag"):
-        if hasattr(awaited, f"{kind}_frame"):
-            return kind
-    return None
-
-
-def _location(frame: FrameType, line: int) -> str:
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{line} {code.co_name}"
-
-
-def _frames() -> dict[int, FrameType]:
+def frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread."""
     return sys._current_frames()  # pyright: ignore[reportPrivateUsage]

@@ -200,18 +200,6 @@ class NameRegistry:
         self._readings[path] = _Reading(written=written, changed=changed, at=now)
         return now - changed
 
-    def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
-        """Return the live names with this id in all trials of name_root, each with its root."""
-        name_root = self.root.parents[2]
-        files = [*name_root.glob(f"*/*/*/{role}/{entry_id}.json")]
-        live: list[tuple[Path, Entry]] = []
-        for file in files:
-            root = file.parents[1]
-            for entry in NameRegistry(root=root, ttl_s=self.ttl_s).list(role):
-                if entry.id == entry_id:
-                    live.append((root, entry))
-        return live
-
     def address(self, role: str) -> str | None:
         """Return the address of the first live name of a role; None if there is no live name."""
         entries = self.list(role)

@@ -28,7 +28,7 @@ async def connected(*faults: str, **options):
     async with FakeCompletions(*faults) as server:
         config = FixedPolicyConfig(base_url=server.url, **own)
         async with CompletionsClient.connect(config) as endpoint:
-            with blockbuster_ctx("arealite.impl.agent"):
+            with blockbuster_ctx("arealite.ext.agents"):
                 yield server, endpoint
 
 

@@ -27,11 +27,11 @@ from arealite.ext.agents.completions_client import FixedPolicyFailed
 from arealite.ext.agents.config import FixedPolicyConfig
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.name_registry import NameRegistry
+from tests.ext.agents.conversations import chat_tokenizer
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.completions import FakeCompletions
 from tests.fakes.experiment import lease, tokenizer
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.agent.conversations import chat_tokenizer
 
 SAMPLING = SamplingConfig(temperature=0.5, max_new_tokens=4)
 

@@ -6,7 +6,7 @@ import pytest
 
 from arealite.api.llm import LLMResponse
 from arealite.ext.agents.reasoning import ReasoningAgent
-from tests.impl.agent.conversations import chat_tokenizer, ended, extends, make, prompts, said
+from tests.ext.agents.conversations import chat_tokenizer, ended, extends, make, prompts, said
 
 THOUGHT = "<think>1 > 2</think>\n\n"
 MARKS = ("<think>", "</think>")

@@ -10,8 +10,8 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import Observation, ToolCall
 from arealite.ext.agents import tool_use
 from arealite.system.data.templates import encode
+from tests.ext.agents.conversations import chat_tokenizer, extends, make, prompts, said
 from tests.fakes.chat_families import tokenizer_of
-from tests.impl.agent.conversations import chat_tokenizer, extends, make, prompts, said
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "find")

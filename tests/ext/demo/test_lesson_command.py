@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from arealite.api.sampling import EvaluateConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli import main as cli
 from arealite.ext.demo import lesson_command
 from arealite.ext.demo.lesson import find_lesson
 from arealite.ext.demo.lessons import alphabet_sort
+from arealite.ext.evaluation.config import EvaluateConfig
 
 SMALL = dataclasses.replace(alphabet_sort.LESSON, train_rows=16, eval_rows=4, demonstrations=8)
 

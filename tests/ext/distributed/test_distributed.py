@@ -22,8 +22,7 @@ from arealite.api.publisher import PublishReport
 from arealite.base.errors import RoleError, UserError
 from arealite.ext.distributed.config import DistributedPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
-from arealite.impl.launcher.processes import PARENT
-from arealite.impl.launcher.server_supervisor import IS_KEPT
+from arealite.impl.launcher.processes import IS_KEPT, PARENT
 from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
 from arealite.system.names.name_registry import NameRegistry

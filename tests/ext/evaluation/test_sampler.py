@@ -13,11 +13,11 @@ import pytest
 from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.task import Task
 from arealite.base.errors import GenerationRefused, RoleError, UserError
+from arealite.ext.diagnosis import stacks
 from arealite.ext.evaluation import sampler as task_sampler
 from arealite.ext.evaluation.sampler import Sampler
 from arealite.ext.evaluation.samples import Samples
 from arealite.impl.rollout.collector import Collector
-from arealite.system.health import vitals
 from arealite.system.ledger import group as open_group
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, tokenizer
@@ -172,7 +172,7 @@ async def test_cancelled_sampler_starts_no_episode_if_an_environment_swallows_th
 ) -> None:
     run = Run(samples)
     running = asyncio.ensure_future(run.go(tasks(*[what] * 12), 1))
-    paths = lambda: [vitals._task_path(task) for task in asyncio.all_tasks()]  # noqa: E731
+    paths = lambda: [stacks.task_path(task) for task in asyncio.all_tasks()]  # noqa: E731
     await eventually(lambda: sum("worlds.py" in path for path in paths()) == 4)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,3 +1,3 @@
 """Fixtures of the server tests."""
 
-from tests.impl.server.conftest import folders, model_folder, program  # noqa: F401
+from tests.ext.sglang.conftest import folders, model_folder, program  # noqa: F401

@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 from arealite.api.logger import loggers
-from arealite.ext.loggers import services
-from arealite.impl.logger import isolated
-from arealite.impl.logger.isolated import IsolatedLogger
+from arealite.ext.loggers import isolated, services
+from arealite.ext.loggers.isolated import IsolatedLogger
 
 
 def main() -> None:

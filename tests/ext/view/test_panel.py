@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from arealite.api.findings import Finding
 from arealite.ext.view.panel import BAR, SPARK, bar, panel, spark
 from arealite.ext.view.snapshot import PUBLISHING, MetricsReader, Snapshot
 from arealite.impl.logger.metrics_file import MetricsLine
-from arealite.system.health.diagnosis import Finding
 from arealite.system.names.name_registry import Entry
 
 

@@ -15,10 +15,10 @@ from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli.main import main
+from arealite.ext.diagnosis import diagnosis, explain
+from arealite.ext.diagnosis.diagnosis import examine
+from arealite.ext.diagnosis.explain import WIDTH
 from arealite.ext.view import why as why_module
-from arealite.system.health import diagnosis, explain
-from arealite.system.health.diagnosis import examine
-from arealite.system.health.explain import WIDTH
 from arealite.system.health.waits import OTHER_RANKS
 from tests.system.health.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown, wait
 from tests.waiting import until

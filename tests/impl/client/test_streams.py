@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
 from arealite.base.errors import GenerationRefused, InvariantError
+from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.impl.client import sglang_messages
 from tests.impl.client.conftest import request
 from tests.impl.client.test_sglang import expected, post, push
@@ -205,7 +206,7 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
     raw = b"".join(events(ids, ends, disjoint=disjoint, queue=data.draw(st.booleans())))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(raw) - 1), max_size=9)))
     told = Told()
-    stream = sglang_messages.Stream(
+    stream = TokenStream(
         LLMRequest(
             request_id="r",
             group_id="g",
@@ -224,7 +225,7 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
 
 
 def test_stream_whose_logprobs_belong_to_other_tokens_is_refused() -> None:
-    stream = sglang_messages.Stream(request(on_tokens=Told().append))
+    stream = TokenStream(request(on_tokens=Told().append))
     stream.feed(event([1, 2], [1, 2], total=2))
     with pytest.raises(InvariantError, match="do not belong to them"):
         stream.feed(event([3], [4], total=3))

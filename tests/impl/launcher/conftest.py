@@ -9,9 +9,10 @@ import pytest
 
 from arealite.ext.audit import audit as audit_module
 from arealite.ext.audit.audit import AuditReport, LedgerBalance
+from arealite.ext.diagnosis import health_monitor
+from arealite.ext.diagnosis.diagnosis import examine
 from arealite.impl.launcher import supervisor
 from arealite.system.health import waits
-from arealite.system.health.diagnosis import examine
 
 NONE = LedgerBalance(offered=0, trained=0, filtered=0, buffered=0, in_flight=0)
 BALANCED = AuditReport(
@@ -47,5 +48,7 @@ def waits_for_roles() -> Iterator[None]:
 def longer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Increase the limits: on a loaded machine, exits, heartbeats and examinations take longer."""
     monkeypatch.setattr(supervisor, "EARLY_S", 120.0)
-    monkeypatch.setattr(supervisor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0))
-    monkeypatch.setattr(supervisor, "QUIET_S", 600.0)
+    monkeypatch.setattr(
+        health_monitor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0)
+    )
+    monkeypatch.setattr(health_monitor, "QUIET_S", 600.0)

@@ -10,6 +10,7 @@ from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.base import entries
 from arealite.base.errors import UserError
 from arealite.cli import role, serve_llm, train
+from arealite.ext.view.terminal import Terminal
 from arealite.impl.launcher.role_starter import NewProcesses, starters
 from tests.impl.launcher.test_local import ScriptedLauncher, launched, trains
 
@@ -29,11 +30,14 @@ def test_run_ends_with_0_once_every_step_is_trained(tmp_path: Path, step: int, c
     assert "audit" not in shown and "offered" not in shown
 
 
-def test_panel_is_left_out_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panel_is_left_out_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     launcher = ScriptedLauncher(tmp_path, {})
-    monkeypatch.setattr(type(launcher.progress._terminal), "is_drawable", True)  # pyright: ignore
+    monkeypatch.setattr(Terminal, "is_drawable", True)
     with launcher.progress.shown():
         launcher.progress.show({"step": 1, "reward/mean": 0.5})
+    assert capsys.readouterr().out.startswith("step 1/")
 
 
 def test_command_and_role_need_no_starter() -> None:

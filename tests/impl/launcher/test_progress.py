@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from arealite.ext.view import console as console_module
 from arealite.ext.view import panel as panel_module
-from arealite.impl.launcher import progress as progress_module
 from arealite.impl.launcher.progress import RunProgress
 from tests.system.health.run_folder import Run
 from tests.system.health.run_folder import line as line_of
@@ -117,11 +117,12 @@ from pathlib import Path
 from arealite.base.printable import guard_output
 guard_output()
 from arealite.base import log
+from arealite.ext.view import console
 from arealite.impl.launcher import progress as module
 from tests.waiting import until
 
 root = Path(sys.argv[1])
-module.DRAW_S, module.LAST_S = 0.05, 60.0
+console.DRAW_S, console.LAST_S = 0.05, 60.0
 progress = module.RunProgress(root / "metrics.jsonl", 3, every=1)
 def trained(step):
     with (root / "metrics.jsonl").open("a") as file:
@@ -234,9 +235,9 @@ STOPPED = """
 import sys
 from pathlib import Path
 from arealite.base.config import save
-from arealite.impl.launcher import progress
+from arealite.ext.view import console
 from tests.impl.launcher.test_local import UNTIL_TERM, ScriptedLauncher, after
-progress.LAST_S = 60.0
+console.LAST_S = 60.0
 done = Path(sys.argv[1]) / "done"
 scripts = dict.fromkeys(("datapipe", "rollout"), after(done))
 scripts["trainer"] = UNTIL_TERM + f"open({str(done)!r}, 'w')"
@@ -259,6 +260,14 @@ def test_ctrl_c_in_a_terminal_ends_a_launcher_with_its_last_panel(run: Run):
     assert screen.lines[-2].startswith("run folder: ") and not screen.is_cursor_hidden
 
 
+class Interactive(console_module.Terminal):
+    is_drawable = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_interactive = True
+
+
 def test_missing_disk_delays_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked, told, waited = threading.Event(), threading.Event(), list[bool]()
 
@@ -271,11 +280,10 @@ def test_missing_disk_delays_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise OSError("away")
 
     monkeypatch.setattr(panel_module, "RunReader", Away)
-    monkeypatch.setattr(progress_module, "DRAW_S", 0.01)
-    monkeypatch.setattr(progress_module, "LAST_S", 60.0)
-    monkeypatch.setattr(progress_module.Terminal, "is_drawable", True)
+    monkeypatch.setattr(console_module, "DRAW_S", 0.01)
+    monkeypatch.setattr(console_module, "LAST_S", 60.0)
+    monkeypatch.setattr(console_module, "Terminal", Interactive)
     progress = RunProgress(tmp_path / "metrics.jsonl", 3)
-    progress._terminal.is_interactive = True
     with progress.shown():
         assert asked.wait(60)
         progress.say("a line")

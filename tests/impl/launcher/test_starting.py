@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from arealite.cli.main import main
-from arealite.system.health import explain
+from arealite.ext.diagnosis import explain
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.waiting import spawned, until
 
@@ -46,7 +46,8 @@ SERVER = """
 import os, sys
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.launcher import server_supervisor, supervisor
+from arealite.ext.embedded import server_supervisor
+from arealite.impl.launcher import supervisor
 supervisor.PAUSES_S = (0.0, 600.0)
 names = {"name_root": os.environ["NAMES"]}
 config = ServerConfig(experiment_name="e", trial_name="t", cluster=ClusterConfig(**names))

@@ -17,9 +17,10 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import decode_turn
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
+from arealite.ext.diagnosis import stacks
 from arealite.impl.rollout.collector import Collector
 from arealite.system.datapipe.message_checks import check_episode
-from arealite.system.health import vitals, waits
+from arealite.system.health import waits
 from arealite.system.ledger.payload_checks import find_mismatch
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
@@ -169,7 +170,7 @@ async def test_episode_that_swallows_its_timeout_gets_no_reward(
 async def test_episode_that_swallows_its_cancellation_is_abandoned() -> None:
     made = collector()
     running = asyncio.create_task(made.run(lease(prompt="stubborn"), 0))
-    await eventually(lambda: "worlds.py" in vitals._task_path(running))
+    await eventually(lambda: "worlds.py" in stacks.task_path(running))
     running.cancel()
     for _ in range(5):
         await asyncio.sleep(0)

@@ -9,14 +9,12 @@ import pytest
 
 from arealite.api.observation import ChatMessage
 from arealite.base.errors import UserError
+from arealite.ext.prompts.rendering_probes import dropped_messages, turn_markers, unread_keys
 from arealite.system.data.templates import (
-    dropped_messages,
     encode,
     render,
     render_prompt,
     tokenize,
-    turn_markers,
-    unread_keys,
 )
 from tests.fakes.chat_families import FAMILIES, tokenizer_of
 

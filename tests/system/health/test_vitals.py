@@ -47,7 +47,7 @@ def recording(folder: Path) -> Iterator[vitals.Recorder]:
 @pytest.fixture(autouse=True)
 def empty_tables(monkeypatch) -> Iterator[None]:
     """Hide the waits and event loops of other tests."""
-    monkeypatch.setattr(vitals, "_loops", [])
+    monkeypatch.setattr(vitals, "loops", [])
     monkeypatch.setattr(vitals, "_recorder", None)
     monkeypatch.setattr(waits, "table", set())
     yield

@@ -15,7 +15,7 @@ from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.ext.games.config import DebateConfig
 from arealite.ext.games.debate.rules import WORDS, judge
-from arealite.impl.env.prompt_texts import PROMPTS
+from arealite.ext.games.prompt_texts import PROMPTS
 
 SIDES = {"pro": "for", "con": "against"}
 OPPONENTS = {"pro": "con", "con": "pro"}

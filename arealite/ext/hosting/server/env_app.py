@@ -31,9 +31,9 @@ from arealite.ext.hosting.server_config import (
     Step,
     StepReply,
 )
+from arealite.ext.http_server.http_guard import guard
+from arealite.ext.http_server.http_limits import LimitedRunner
 from arealite.impl.env.runtimes import make_env
-from arealite.impl.http_guard import guard
-from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
 from arealite.system.data.tasks import GENERATED, generate, reads_columns
 from arealite.system.health.waits import END_S, Wait

@@ -1,0 +1,25 @@
+"""`arealite presets`: list the configs that --config finds by name."""
+
+import argparse
+from collections.abc import Sequence
+
+from arealite.cli.line_wrap import fold
+from arealite.cli.presets import find, names
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line for each preset, or the content of one preset."""
+    parser = argparse.ArgumentParser(
+        prog="arealite presets",
+        description="List the configs that --config NAME finds.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print this preset's YAML")
+    selected = parser.parse_args(argv).name
+    if selected:
+        print(find(selected).read_text(), end="")
+        return 0
+    for name in names():
+        first_line, _, _ = find(name).read_text().partition("\n")
+        summary = first_line.removeprefix("# ")
+        print(fold(f"{name:<18} {summary}"))
+    return 0

@@ -1,0 +1,1 @@
+"""Reads datasets of other libraries."""

@@ -1,0 +1,1 @@
+"""Finds the roles that block a run, and kills unresponsive ones."""

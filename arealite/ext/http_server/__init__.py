@@ -1,0 +1,1 @@
+"""Guards and limits of HTTP servers in AReaLite processes."""

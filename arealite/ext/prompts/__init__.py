@@ -1,0 +1,1 @@
+"""Checks the prompts of a run before it starts."""

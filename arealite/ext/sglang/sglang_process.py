@@ -1,0 +1,326 @@
+"""The supervisor of one SGLang server; it registers the server while the server replies.
+
+`sglang` has the command line and the checks before the start.
+"""
+
+import asyncio
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arealite.api.experiment_config import ServerConfig
+from arealite.base import log
+from arealite.base.errors import ArealiteError, DeadlineError, UserError
+from arealite.ext.sglang.sglang_api import follow, total_load
+from arealite.impl.http_client import Pool
+from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
+from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
+from arealite.system.health import vitals
+from arealite.system.health.waits import Wait
+from arealite.system.names.name_registry import NameRegistry
+
+logger = log.get(__name__)
+
+FIRST_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+"""First request to a server. Old versions of SGLang report load and limits only after it."""
+POLL_S = 0.1
+LOAD_S = 1.0
+"""Time limit of a request for /v1/loads; the scheduler does not reply while it loads weights."""
+TERMINATE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL. A paused server with requests never exits by itself."""
+KILL_S = 30.0
+SILENT = (DeadlineError, OSError, msgspec.MsgspecError)
+"""Errors of a request to a server that does not reply, or not with JSON."""
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""Pauses before the restarts of a server that dies repeatedly."""
+STEADY_S = 60.0
+"""After this time of health, deaths of a server are counted from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Start parameters of one server."""
+
+    command: Callable[[int], list[str]]
+    """Returns the command line for a port."""
+    environment: dict[str, str]
+    port: int
+    logs: Path
+    metadata: dict[str, object]
+    """The constant part of the name's content."""
+
+
+class SGLangProcess(Supervisor):
+    """Starts, registers and restarts one server."""
+
+    def __init__(self, launch: Launch, config: ServerConfig, pool: Pool) -> None:
+        super().__init__(logger.debug)
+        self.launch = launch
+        self.config = config
+        self.options = config.llm_server.sglang
+        self.port = launch.port
+        self._pool = pool
+        self._registry = NameRegistry.of(config)
+        self._entry: dict[str, object] = {}
+        name = f"llm_server-{self.entry_id}"
+        budget = Budget(
+            limit=self.options.max_restarts,
+            role=name,
+            pauses_s=PAUSES_S,
+            steady_s=math.inf,
+        )
+        self.roles = [Role(names=(name,), budget=budget, grace_s=0.0)]
+        self._steady_runs = 0
+        """Number of processes of this server that were healthy for STEADY_S."""
+        self._changed = asyncio.Event()
+        self._replied = 0.0
+        """Monotonic time of the last reply with the server's version."""
+        self._served = False
+        """Whether the server was ever registered; an earlier failure is an error in the config."""
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.config.reachable_host}:{self.port}"
+
+    @property
+    def entry_id(self) -> str:
+        return self.address.removeprefix("http://").replace(":", "-")
+
+    async def run(self) -> None:
+        """Supervise the server until cancelled; then wait for its requests, and end its processes.
+
+        Returns early if the server is given up, after `max_restarts`.
+
+        Raises:
+            UserError: the server was never healthy; the error has the last lines of its log.
+        """
+        (role,) = self.roles
+        try:
+            await self.supervise(role)
+        except RoleFailed:
+            logger.error(
+                "server given up",
+                server=self.entry_id,
+                deaths=role.budget.deaths,
+                first=role.budget.first,
+            )
+
+    async def end(self, role: Role) -> Child | None:
+        """Register the server while it replies, and wait until it exits."""
+        (child,) = role.children
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(self._serve(child))
+                dead = await role.end()
+                serving.cancel()
+            return dead
+        except asyncio.CancelledError:
+            try:
+                await self._drain(child)
+            finally:
+                await self.clear(role)
+            raise
+
+    async def _serve(self, child: Child) -> None:
+        """Register the server once it is healthy; kill it if it does not reply."""
+        healthy_since = math.inf
+        try:
+            await self._healthy()
+            healthy_since = time.monotonic()
+            registered = self._registry.registered(
+                "llm_server",
+                self.entry_id,
+                self._value,
+                changed=self._changed,
+            )
+            async with registered:
+                self._served = True
+                self.roles[0].budget.mark_up()
+                await follow(  # raises when the server is silent
+                    self._entry,
+                    self._changed,
+                    self._version,
+                    self._load,
+                    heartbeat_s=self._registry.heartbeat_s,
+                )
+        except (ArealiteError, OSError) as error:
+            child.reason = str(error)
+            child.kill()
+        finally:
+            healthy_s = time.monotonic() - healthy_since
+            if healthy_s > STEADY_S:
+                self._steady_runs += 1
+
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        """Return True: a server that was healthy once is always restarted.
+
+        Raises:
+            UserError: the server was never healthy.
+        """
+        if not self._served:
+            raise UserError(dead.exit_report)
+        return True
+
+    def mark(self) -> float:
+        return self._steady_runs
+
+    async def pause(self, role: Role, dead: Child, seconds: float) -> None:
+        logger.warning("server lost", error=dead.exit_summary, restart_in_s=seconds)
+        await super().pause(role, dead, seconds)
+
+    async def clear(self, role: Role) -> None:
+        """Kill the server's process group. A process that cannot be killed blocks no restart."""
+        with suppress(DeadlineError), self._bounded(f"the end of {self.address}", KILL_S):
+            await super().clear(role)
+
+    def _bounded(self, event: str, seconds: float, *, replies_soon: bool = False) -> Wait:
+        return Wait(
+            event=event,
+            owner="llm_server",
+            on=f"SGLang {self.address}",
+            seconds=seconds,
+            replies_soon=replies_soon,
+        )
+
+    async def start(self, role: Role) -> None:
+        """Start the server, on its previous port if that is free.
+
+        Raises:
+            UserError: the server never served, and cannot be started.
+        """
+        if self.config.llm_server.port == 0:
+            self.port = self._free_port()
+        name = f"llm_server-{self.entry_id}"
+        vitals.rename(name)
+        log_file = self.launch.logs / f"{name}.log"
+        command = self.launch.command(self.port)
+        try:
+            # The user may have removed the run folder.
+            self.launch.logs.mkdir(parents=True, exist_ok=True)
+            child = await spawn(
+                name,
+                command,
+                log=log_file,
+                environment=self.launch.environment,
+                guard=GUARD,
+            )
+        except (UserError, OSError):
+            if not self._served:
+                raise
+            logger.exception("server cannot be started", server=name)
+            return  # counted as a further death of the last process
+        role.children = [child]
+        logger.info("server starting", address=self.address, log=str(log_file))
+
+    def _free_port(self) -> int:
+        """Return the previous port, or another port if the previous one is in use."""
+        host = self.config.llm_server.host
+        with suppress(OSError):
+            return take_ports(host, self.port, 1)[0]
+        return take_ports(host, 0, 1)[0]
+
+    async def _healthy(self) -> None:
+        """Wait until the server replies, and compose the content of its name."""
+        begin = time.monotonic()
+        with self._bounded(f"{self.address}/health", self.options.start_timeout_s):
+            await self._answer("/health")
+            await self._answer("/generate", FIRST_TOKEN)
+            self._entry = {
+                "address": self.address,
+                **self.launch.metadata,
+                "context_length": await self._context_length(),
+                "pid": self.children[0].pid,
+            }
+            # The server computes this document at the first request and does not reply for a
+            # second. The publisher requests it as soon as the name exists.
+            await self._get("/openapi.json", self._reply_s)
+            self._entry["version"] = await self._version()
+            self._entry["load"] = await self._load()
+        logger.info(
+            "server ready",
+            address=self.address,
+            seconds=round(time.monotonic() - begin, 1),
+            server=self.children[0].pid,
+        )
+
+    async def _context_length(self) -> int | None:
+        """Return the tokens of the longest prompt; None if the server does not report it.
+
+        After an abort, prompt and partial answer are sent as a new prompt, so the limit is that of
+        prompts: it is less than the model's, because SGLang reserves some tokens.
+        """
+        models = await self._answer("/v1/models")
+        server_info = await self._get("/server_info", self._reply_s) or {}
+        first_model, *_ = models.get("data") or [{}]
+        return server_info.get("max_req_input_len") or first_model.get("max_model_len")
+
+    def _value(self) -> dict[str, object] | None:
+        """Return the content of the name; None after `ttl_s` without a reply.
+
+        The name then dies, so no client uses the server. The server is killed after `silence_s`.
+        """
+        is_responsive = time.monotonic() - self._replied < self.config.cluster.ttl_s
+        return self._entry.copy() if is_responsive else None
+
+    async def _version(self) -> str | int | None:
+        reply = self._bounded(
+            f"an answer of {self.address}/model_info",
+            self.options.silence_s,
+            replies_soon=True,
+        )
+        with reply:
+            info = await self._answer("/model_info")
+        self._replied = time.monotonic()
+        return info.get("weight_version")
+
+    async def _load(self, seconds: float = LOAD_S) -> dict[str, int] | None:
+        loads = await self._get("/v1/loads?include=core", seconds)
+        return total_load(loads or {})
+
+    async def _has_requests(self, seconds: float) -> bool:
+        """Return whether requests run or wait; False if the server does not reply in time."""
+        load = await self._load(seconds)
+        return load is not None and load["running"] + load["waiting"] > 0
+
+    @property
+    def _reply_s(self) -> float:
+        """Time limit of a request that is repeated, in seconds."""
+        return self.options.silence_s / 3
+
+    async def _answer(self, path: str, body: object = None) -> dict[str, Any]:
+        """Repeat a request until the server replies."""
+        while True:
+            answer = await self._get(path, self._reply_s, body)
+            if answer is not None:
+                return answer
+            await asyncio.sleep(POLL_S)
+
+    async def _get(self, path: str, seconds: float, body: object = None) -> dict[str, Any] | None:
+        """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
+        url = self.address + path
+        with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
+            status, raw = await self._pool.request(url, self._registry.headers(), body)
+            if status < 400:
+                return msgspec.json.decode(raw or b"{}", type=dict)
+        return None
+
+    async def _drain(self, child: Child) -> None:
+        """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.
+
+        Only the first process receives SIGTERM; it ends the others. If others exit before it,
+        SGLang reports a crash and exits five seconds later.
+        """
+        drain_s = self.options.drain_timeout_s
+        with suppress(DeadlineError), self._bounded("its last requests", drain_s):
+            while await self._has_requests(drain_s):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        child.send(signal.SIGTERM)
+        with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):
+            await child.process.wait()

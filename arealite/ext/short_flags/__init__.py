@@ -1,0 +1,1 @@
+"""Short flags of commands."""

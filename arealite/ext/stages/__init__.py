@@ -1,0 +1,1 @@
+"""Several runs of one command, one after the other."""
