@@ -19,8 +19,6 @@ from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from arealite.api.engine import TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 
@@ -122,18 +120,6 @@ EngineExtensionMaker = Callable[[EngineSetup], EngineExtension | None]
 
 Each engine calls it after it has built its empty model, whose modules the hook may change. It
 calls the extensions in the order of their entries. A UserError refuses the run."""
-
-PackedKernel = Callable[["Tensor", "Tensor", "Tensor", float], "Tensor"]
-"""Attends causally within prefix trees: (query, key, value, scale) to the output, with gradients.
-
-Each tensor is [N, heads, D]; keys and values may have fewer heads than queries."""
-
-PackedKernelMaker = Callable[[Any], PackedKernel | None]
-"""Hook `packed_kernel`: return a kernel for the prefix trees (`PrefixTree`) of a micro-batch.
-
-The first layer calls it where flash attention does not run and scores are only scaled. The first
-result that is not None is used in all layers; after None from all, each node of a tree is a call of
-torch's attention. An error ends the update."""
 
 AfterFirstPublish = Callable[["ExperimentConfig", "TrainEngine", Any, int], None]
 """Hook `after_first_publish`: check a run once the servers have the trainer's weights.

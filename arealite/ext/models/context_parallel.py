@@ -29,7 +29,7 @@ from arealite.api.engine import Sequence
 from arealite.api.engine_extension import EngineExtension, MicroBatch
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_context_parallel
-from arealite.impl.engine import attention
+from arealite.ext.prefix_trees import attention
 from arealite.impl.engine.head import decoder_of
 from arealite.impl.engine.micro_batches import NO_RECORD
 

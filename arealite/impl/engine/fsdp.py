@@ -22,19 +22,19 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from arealite.algo.packing import LAYOUTS, Plan
+from arealite.algo.packing import padded
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, Stats, TrainEngine, Training
 from arealite.api.engine_config import FSDPConfig
-from arealite.api.engine_extension import EngineSetup, MicroBatch
+from arealite.api.engine_extension import EngineSetup, MicroBatch, Plan
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
-from arealite.impl.engine import attention, checkpoint, loading
+from arealite.impl.engine import checkpoint, loading
 from arealite.impl.engine import model as models
 from arealite.impl.engine.extensions import Extensions, exported_weights, state_tensors
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
-from arealite.impl.engine.micro_batches import collate, input_items, scatter
+from arealite.impl.engine.micro_batches import collate, scatter
 from arealite.impl.engine.optimizer import Optimizer
 from arealite.impl.weights.tensor_names import SCORE, TensorNames, Tensors
 
@@ -106,8 +106,8 @@ class FSDPEngine(TrainEngine):
             self._model = models.ValueModel(self.module)
         else:
             self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
-        self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
         self._extensions.change_layers()
+        self.layout = self._extensions.layout
         if config.gradient_checkpointing:
             models.recompute(self.module)
 
@@ -335,8 +335,11 @@ class FSDPEngine(TrainEngine):
         shorter plan ends with empty micro-batches.
         """
         budget = self.config.max_tokens_per_microbatch * self._extensions.num_sharing
-        make_plan = LAYOUTS[self.layout]
-        plan = make_plan(input_items(rows), budget, rows_per_example=rows_per_example)
+        if self.layout is not None:
+            plan = self.layout.plan(rows, budget, rows_per_example=rows_per_example)
+        else:
+            input_counts = [max(1, _length(row) - 1) for row in rows]
+            plan = padded(input_counts, budget, rows_per_example=rows_per_example)
         local_sizes = [max(1, len(plan)), max(map(_length, rows), default=0)]
         sizes = torch.tensor(local_sizes, device=self.device)
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
