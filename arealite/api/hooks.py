@@ -214,6 +214,13 @@ RoleMain = Callable[["ExperimentConfig", int], None]
 `arealite role NAME INDEX RUN` calls the entry with this name, with the run's config and the index.
 An error ends the process; its parent restarts it."""
 
+RankStore = Callable[[int, int], Any]
+"""Hook `rank_store`: return the store in which the ranks of a trainer meet, or None.
+
+Each rank calls it when it starts, with its rank and the number of ranks. The first result that is
+not None is used. After None from all, rank 0 serves a store at MASTER_ADDR and MASTER_PORT. An
+error ends the rank."""
+
 TrainerRank = Callable[["ExperimentConfig"], int]
 """Hook `trainer_rank`: run the trainer rank that the environment names; return the exit code.
 

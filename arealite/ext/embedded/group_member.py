@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from arealite.api.engine import Named
 from arealite.base.futures import resolve
-from arealite.impl.weights import process_group as groups
-from arealite.impl.weights.buckets import Layout, Named, unpack
-from arealite.impl.weights.tensor_names import PartialGroups
+from arealite.ext.weights import process_group as groups
+from arealite.ext.weights.buckets import Layout, unpack
+from arealite.ext.weights.model_tensors import PartialGroups
 
 TIMEOUT_S = 60.0
 """Limit for the other ranks to join, and for the tensors of one update to arrive."""

@@ -27,9 +27,9 @@ from arealite.ext.embedded.weight_loading import (
     stage_tensors,
     stage_weights,
 )
+from arealite.ext.weights.buckets import Layout
+from arealite.ext.weights.checksums import sums
 from arealite.impl.http_limits import MAX_BODY
-from arealite.impl.weights.buckets import Layout
-from arealite.impl.weights.checksums import sums
 
 logger = log.get(__name__)
 

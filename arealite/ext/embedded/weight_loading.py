@@ -13,13 +13,14 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from arealite.algo import linear
+from arealite.api.engine import Named
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.weights.buckets import Layout
+from arealite.ext.weights.model_tensors import ModelTensors, PartialGroups
 from arealite.impl.engine.loading import DTYPES, attention_of
-from arealite.impl.weights.buckets import Layout, Named
-from arealite.impl.weights.tensor_names import PartialGroups, TensorNames
 
 FLOATS = {*DTYPES.values(), torch.float64}
 
@@ -33,7 +34,7 @@ class ServedWeights:
         Raises:
             UserError: The folder has other tensors than the model.
         """
-        self.names = TensorNames(model, Path(folder))
+        self.names = ModelTensors(model, Path(folder))
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
 
     def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +203,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     except Exception as error:  # each model fails in its own way
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"model.path={path}: cannot be loaded: {reason:.300}") from error
-    TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
+    ModelTensors(loaded, folder)  # transformers fills missing tensors with random numbers
     model = loaded.to(pick_device(device))
     model = model.eval().requires_grad_(False)
     linear.use_fast_linear(model)

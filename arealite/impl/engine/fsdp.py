@@ -23,7 +23,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.packing import padded
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, Stats, TrainEngine, Training
+from arealite.api.engine import (
+    Head,
+    LossFn,
+    LossInput,
+    Named,
+    Sequence,
+    Stats,
+    TrainEngine,
+    Training,
+)
 from arealite.api.engine_config import FSDPConfig
 from arealite.api.engine_extension import EngineSetup, MicroBatch, Plan
 from arealite.base.errors import InvariantError, UserError
@@ -283,7 +292,7 @@ class FSDPEngine(TrainEngine):
             log.info("model exported", path=str(path))
         dist.barrier()
 
-    def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(self, *, on_device: bool = False) -> Iterator[Named]:
         """Yield weights in the compute dtype, tied ones once; see TrainEngine."""
         weights = exported_weights(
             self.module,

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import aiohttp
 
-from arealite.api.engine import TrainEngine
+from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
@@ -25,7 +25,6 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
 from arealite.impl.publisher.loop_thread import LoopThread
-from arealite.impl.weights.buckets import Named
 from arealite.system.health.waits import cancel_all
 from arealite.system.names.name_registry import Entry, NameRegistry
 
