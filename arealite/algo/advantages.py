@@ -33,7 +33,7 @@ def group_advantages(
         rewards.
     """
     advantages = [0.0] * len(rewards)
-    for members in _members(groups):
+    for members in members_of_groups(groups):
         scores = dict[int, float]()
         for index in members:
             score = rewards[index]
@@ -73,29 +73,7 @@ def _deviations(scores: Sequence[float]) -> list[float]:
     return [score - mean for score in scores]
 
 
-def group_counts(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> dict[str, float]:
-    """Count groups, groups of one episode, and larger groups whose rewards are all equal.
-
-    The latter include groups in which fewer than two episodes have a score.
-    """
-    num_groups = 0
-    num_single = 0
-    num_equal = 0
-    for members in _members(groups):
-        num_groups += 1
-        scores = {rewards[index] for index in members} - {None}
-        if len(members) == 1:
-            num_single += 1
-        elif len(scores) < 2:
-            num_equal += 1
-    return {
-        "groups": float(num_groups),
-        "groups_of_one": float(num_single),
-        "groups_zero_variance": float(num_equal),
-    }
-
-
-def _members(groups: Sequence[Hashable]) -> list[list[int]]:
+def members_of_groups(groups: Sequence[Hashable]) -> list[list[int]]:
     """Return the indices of the episodes of each group."""
     members: dict[Hashable, list[int]] = {}
     for index, key in enumerate(groups):

@@ -3,8 +3,6 @@
 Shapes: N = loss tokens of a micro-batch.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
@@ -239,21 +237,6 @@ def weighted_sums(
     return sums
 
 
-def effective_sample_share(stats: Mapping[str, float]) -> float | None:
-    """Return the effective sample size per token, (Σw)² / (N Σw²), in (0, 1].
-
-    Args:
-        stats: Summed stats of a loss of `make_policy_loss`; w are the behaviour weights.
-
-    Returns:
-        The share; None without behaviour weights, or if all of them are 0.
-    """
-    weighted_squares = stats.get("weight", 0.0) * stats.get("behav_weight_sq", 0.0)
-    if weighted_squares > 0:
-        return stats["behav_weight"] ** 2 / weighted_squares
-    return None
-
-
 def make_value_loss(config: CriticConfig) -> LossFn:
     """Return Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
 
@@ -288,23 +271,3 @@ def make_value_loss(config: CriticConfig) -> LossFn:
         return loss, weighted_sums(stats, weight_N, loss)
 
     return loss_fn
-
-
-def explained_variance(stats: Mapping[str, float]) -> float | None:
-    """Return 1 − Var(R − V_old)/Var(R) from summed stats of a value_loss function; at most 1.
-
-    None without returns, and if all returns are equal: then there is no variance to explain.
-    """
-    total = stats.get("weight", 0.0)
-    if not total or "returns" not in stats:
-        return None
-
-    def variance(name: str) -> float:
-        mean = stats[name] / total
-        mean_square = stats[f"{name}_sq"] / total
-        return mean_square - mean**2
-
-    variance_of_returns = variance("returns")
-    if variance_of_returns > 1e-12:
-        return 1.0 - variance("error") / variance_of_returns
-    return None

@@ -19,7 +19,7 @@ from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths
 
 if TYPE_CHECKING:
-    from arealite.api.engine import TrainEngine
+    from arealite.api.engine import Stats, TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 
 TokenizerReader = Callable[[str], Tokenizer | None]
@@ -213,6 +213,14 @@ RoleMain = Callable[["ExperimentConfig", int], None]
 
 `arealite role NAME INDEX RUN` calls the entry with this name, with the run's config and the index.
 An error ends the process; its parent restarts it."""
+
+StepMetrics = Callable[[Any, Sequence["Stats"]], Mapping[str, float]]
+"""Returns metrics by name, `group/name`, from a batch (`TrainBatch`) and its updates' stats."""
+StepMetricsMaker = Callable[["ExperimentConfig", Any], StepMetrics | None]
+"""Hook `step_metrics`: return what measures each trained batch, or None.
+
+Each rank of a PPO trainer calls it with the config and the ranks (`World`). All ranks call the
+results together after each batch; the metrics of rank 0 count. An error ends the rank."""
 
 RankStore = Callable[[int, int], Any]
 """Hook `rank_store`: return the store in which the ranks of a trainer meet, or None.
