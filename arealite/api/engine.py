@@ -144,7 +144,7 @@ class TrainEngine(ABC):
     def fingerprint(self) -> str:
         """Return a checksum of all parameters: 16 hex digits, equal on all ranks.
 
-        It depends on the world size, and does not protect against deliberate changes.
+        It depends on the world size, and does not protect against deliberate changes. "": none.
         """
 
 

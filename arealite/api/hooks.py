@@ -19,6 +19,8 @@ from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from arealite.api.engine import Stats, TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 
@@ -120,6 +122,19 @@ EngineExtensionMaker = Callable[[EngineSetup], EngineExtension | None]
 
 Each engine calls it after it has built its empty model, whose modules the hook may change. It
 calls the extensions in the order of their entries. A UserError refuses the run."""
+
+Fingerprint = Callable[[Mapping[str, "Tensor"], Any], str | None]
+"""Hook `fingerprint`: return a hash of tensors by name, equal on all ranks, or None.
+
+All ranks of an engine `fsdp` call it together after each step, with the shards of the parameters
+and the device. The ledger keeps the first result that is not None. An error ends the rank."""
+
+LogitChangeMaker = Callable[[Any], Any]
+"""Hook `logit_change`: return how a model's head changes its logits (`LogitChange`), or None.
+
+An engine calls it with the model, whose parameters are on the meta device. The first result that is
+not None is used; after None from all, the logits are the product alone. A UserError refuses the
+model."""
 
 AfterFirstPublish = Callable[["ExperimentConfig", "TrainEngine", Any, int], None]
 """Hook `after_first_publish`: check a run once the servers have the trainer's weights.

@@ -20,8 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from arealite.base.errors import UserError
 from arealite.base.log import get
 from arealite.ext.prefix_trees.packed_rows import PackedRows, PrefixTree
-from arealite.impl.engine.head import decoder_of
 from arealite.impl.engine.micro_batches import collate
+from arealite.impl.engine.model import decoder_of
 
 log = get(__name__)
 NAME = "arealite_packed"

@@ -35,13 +35,14 @@ from arealite.api.engine import (
 )
 from arealite.api.engine_config import FSDPConfig
 from arealite.api.engine_extension import EngineSetup, MicroBatch, Plan
+from arealite.api.hooks import Fingerprint
+from arealite.base import entries
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
 from arealite.impl.engine import checkpoint, loading
 from arealite.impl.engine import model as models
 from arealite.impl.engine.extensions import Extensions, exported_weights, state_tensors
-from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.micro_batches import collate, scatter
 from arealite.impl.engine.optimizer import Optimizer
@@ -312,7 +313,8 @@ class FSDPEngine(TrainEngine):
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
         masters = dict(state_tensors(self.module))
-        return fingerprint(masters, self.device)
+        makers: list[Fingerprint] = entries.hooks("fingerprint")
+        return entries.first_result(makers, masters, self.device) or ""
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a whole parameter on the engine's device, gathered from all ranks."""
