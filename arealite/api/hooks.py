@@ -19,10 +19,12 @@ from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from arealite.api.engine import Stats, TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+    from arealite.api.trainer import PPOConfig
 
 TokenizerReader = Callable[[str], Tokenizer | None]
 """Hook `tokenizer_reader`: read the tokenizer of a Hugging Face folder without transformers.
@@ -228,6 +230,23 @@ RoleMain = Callable[["ExperimentConfig", int], None]
 
 `arealite role NAME INDEX RUN` calls the entry with this name, with the run's config and the index.
 An error ends the process; its parent restarts it."""
+
+RewardChange = Callable[[Any, "np.ndarray"], "np.ndarray"]
+"""Returns the new reward of each sampled token, float64 [N], of a trajectory (`Trajectory`)."""
+RewardChangeMaker = Callable[["PPOConfig"], RewardChange | None]
+"""Hook `reward_change`: return what changes rewards before advantages, or None.
+
+Each rank of a PPO trainer calls it for each batch, with the options. The results run one after the
+other. An error ends the rank."""
+
+TokenMask = Callable[[Any, Any], None]
+"""Sets the field `keep` of the rows of a batch (`TrainBatch`), with the ranks (`World`). The loss
+leaves out tokens whose `keep` is 0."""
+TokenMaskMaker = Callable[["PPOConfig"], TokenMask | None]
+"""Hook `token_mask`: return what masks tokens, or None.
+
+All ranks of a PPO trainer call it for each batch, with the options, and then call the result
+together. An error ends the rank."""
 
 StepMetrics = Callable[[Any, Sequence["Stats"]], Mapping[str, float]]
 """Returns metrics by name, `group/name`, from a batch (`TrainBatch`) and its updates' stats."""

@@ -68,7 +68,7 @@ def explained_variance(stats: Mapping[str, float]) -> float | None:
     None without a critic, and if all returns are equal: then there is no variance to explain.
     """
     total = stats.get("critic/weight", 0.0)
-    if not total:
+    if not total or "critic/returns" not in stats:
         return None
 
     def mean(name: str) -> float:
