@@ -131,6 +131,12 @@ Fingerprint = Callable[[Mapping[str, "Tensor"], Any], str | None]
 All ranks of an engine `fsdp` call it together after each step, with the shards of the parameters
 and the device. The ledger keeps the first result that is not None. An error ends the rank."""
 
+MatrixProductsMaker = Callable[[], Any]
+"""Hook `matrix_products`: return what computes products of matrices (`MatrixProducts`), or None.
+
+A process that computes log-probabilities calls it once. The first result that is not None is used;
+after None from all, torch computes them. An error ends the process."""
+
 LogitChangeMaker = Callable[[Any], Any]
 """Hook `logit_change`: return how a model's head changes its logits (`LogitChange`), or None.
 

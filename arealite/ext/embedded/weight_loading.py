@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from arealite.algo import linear
 from arealite.api.engine import Named
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.models.fast_linear import use_fast_linear
 from arealite.ext.weights.buckets import Layout
 from arealite.ext.weights.model_tensors import ModelTensors, PartialGroups
 from arealite.impl.engine.loading import DTYPES, attention_of
@@ -206,7 +206,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     ModelTensors(loaded, folder)  # transformers fills missing tensors with random numbers
     model = loaded.to(pick_device(device))
     model = model.eval().requires_grad_(False)
-    linear.use_fast_linear(model)
+    use_fast_linear(model)
     return model, tokenizer
 
 

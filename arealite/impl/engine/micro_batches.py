@@ -80,14 +80,14 @@ def collate(
         no_loss = np.zeros(2, bool)
         two_tokens = np.zeros(2, np.int32)
         rows = [Sequence(tokens=two_tokens, loss_mask=no_loss, temperature=1.0)]
-    if any(row.temperature <= 0 for row in rows):
+    temperatures = np.array([row.temperature for row in rows], np.float32)
+    if temperatures.min() <= 0:
         raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
     flat = _FlatRows.of(rows)
     placement = layout.place(rows) if layout else _padded(flat)
     place_I = placement.place_I
     mask_S = flat.loss_mask_S
     row_N = flat.row_S[mask_S]
-    temperatures = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
