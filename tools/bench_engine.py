@@ -24,13 +24,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.algo.losses import make_policy_loss
-from arealite.algo.packing import packed
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
-from arealite.impl.engine import attention
+from arealite.ext.prefix_trees import attention
+from arealite.ext.prefix_trees.packed_rows import PackedRows
 from arealite.impl.engine.fsdp import FSDPEngine
-from arealite.impl.engine.micro_batches import collate, input_items
+from arealite.impl.engine.micro_batches import collate
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
 from tools import figures
@@ -92,18 +92,19 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
     model = LogprobModel(causal_lm, logits_chunk=FSDPConfig().logits_chunk)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     device = torch.device("cpu")
+    layout = PackedRows(device)
 
     def batches(part: list[Sequence]) -> list[list[Sequence]]:
-        plan = packed(input_items(part), BUDGET)
+        plan = layout.plan(part, BUDGET, rows_per_example=1)
         return [[part[i] for i in indices] for indices in plan]
 
     def step() -> None:
         with torch.no_grad():
             for part in batches(rows):
-                model(collate(part, device, "packed"))
+                model(collate(part, device, layout))
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             for part in batches(half):
-                batch = collate(part, device, "packed")
+                batch = collate(part, device, layout)
                 outputs = model(batch)
                 LOSS(LossInput(outputs=outputs, rows_N=batch.rows_N, fields=batch.fields))[
                     0

@@ -35,12 +35,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.algo.losses import make_policy_loss
-from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
+from arealite.ext.prefix_trees.packed_rows import input_items
+from arealite.ext.prefix_trees.prefix_tree import prefix_forest
 from arealite.impl.engine.fsdp import FSDPEngine
-from arealite.impl.engine.micro_batches import input_items
 from tests.models import tiny_model
 from tools import figures
 

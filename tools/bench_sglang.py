@@ -34,11 +34,11 @@ import torch.distributed as dist  # noqa: E402
 import uvloop  # noqa: E402
 
 from arealite.base import log  # noqa: E402
+from arealite.ext.weights import process_group  # noqa: E402
 from arealite.impl.client import sglang_messages  # noqa: E402
 from arealite.impl.client.server_choice import LLMServerState  # noqa: E402
 from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
 from arealite.impl.http_client import KEEPALIVE_S  # noqa: E402
-from arealite.impl.weights import process_group  # noqa: E402
 from arealite.system.names.name_registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.sglang.real import free_port  # noqa: E402

@@ -33,7 +33,7 @@ ROWS = {
     "ext/machine/bench.py": "every row",
     "ext/machine/checks.py": "step/bfloat16",
     "ext/machine/serving.py": "publish/disk/embedded",
-    "impl/engine/attention.py": "train/packed/bfloat16",
+    "ext/prefix_trees/attention.py": "train/packed/bfloat16",
     "ext/models/context_parallel.py": "train/context parallel/2 ranks",
     "impl/engine/fsdp.py": "train/padded/float32",
     "impl/engine/model.py": "train/cpu offload",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arealite.algo.linear import add_product, linear, product
+from arealite.algo.linear import products
 
 
 class LogitChange(NamedTuple):
@@ -40,7 +40,7 @@ class OutputHead(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] before the temperature."""
-        logits_NV = linear(hidden, self.weight_VH, self.bias_V).float()
+        logits_NV = products().linear(hidden, self.weight_VH, self.bias_V).float()
         return self.change.apply(logits_NV)
 
 
@@ -124,9 +124,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if slope is not None:
                 grad_z = grad_z.mul_(slope)
             grad_z = grad_z.to(hidden.dtype)
-            grad_hidden[part] = product(grad_z, weight.T)
+            grad_hidden[part] = products().product(grad_z, weight.T)
             if grad_weight is not None:
-                add_product(grad_weight, grad_z.T, hidden[part].T)
+                products().add_product(grad_weight, grad_z.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0, dtype=torch.float32)
         if grad_weight is not None:

@@ -3,8 +3,6 @@
 Shapes: N = loss tokens of a micro-batch.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
@@ -132,7 +130,7 @@ def ppo(
 
     Dual clip (arXiv 1912.09729) bounds it by c·|A| if A < 0.
     """
-    clipped_N = _clipped(config, ratio_N)
+    clipped_N = clipped(config, ratio_N)
     terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
     if config.dual_clip is None:
         return terms_N
@@ -140,34 +138,7 @@ def ppo(
     return torch.where(advantages_N < 0, bounded_N, terms_N)
 
 
-def cispo(
-    config: LossConfig, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
-) -> torch.Tensor:
-    """Return −clip(u)·A·log π of each token, without a gradient through clip(u).
-
-    Source: arXiv 2506.13585 eq. 4.
-    """
-    return -_clipped(config, ratio_N).detach() * advantages_N * logprobs_N
-
-
-def sapo(
-    config: LossConfig, ratio_N: torch.Tensor, _: torch.Tensor, advantages_N: torch.Tensor
-) -> torch.Tensor:
-    """Return −4/τ·σ(τ(u − 1))·A of each token (arXiv 2511.20347)."""
-    tau_N = torch.full_like(advantages_N, config.sapo_tau_neg)
-    tau_N = tau_N.masked_fill(advantages_N > 0, config.sapo_tau)
-    gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0))
-    return -(4.0 / tau_N) * gate_N * advantages_N
-
-
-def reinforce(
-    _config: LossConfig, _: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
-) -> torch.Tensor:
-    """Return −A·log π of each token."""
-    return -advantages_N * logprobs_N
-
-
-def _clipped(config: LossConfig, ratio_N: torch.Tensor) -> torch.Tensor:
+def clipped(config: LossConfig, ratio_N: torch.Tensor) -> torch.Tensor:
     """Return clip(u, 1 − eps_low, 1 + eps_high)."""
     return ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
 
@@ -239,21 +210,6 @@ def weighted_sums(
     return sums
 
 
-def effective_sample_share(stats: Mapping[str, float]) -> float | None:
-    """Return the effective sample size per token, (Σw)² / (N Σw²), in (0, 1].
-
-    Args:
-        stats: Summed stats of a loss of `make_policy_loss`; w are the behaviour weights.
-
-    Returns:
-        The share; None without behaviour weights, or if all of them are 0.
-    """
-    weighted_squares = stats.get("weight", 0.0) * stats.get("behav_weight_sq", 0.0)
-    if weighted_squares > 0:
-        return stats["behav_weight"] ** 2 / weighted_squares
-    return None
-
-
 def make_value_loss(config: CriticConfig) -> LossFn:
     """Return Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
 
@@ -288,23 +244,3 @@ def make_value_loss(config: CriticConfig) -> LossFn:
         return loss, weighted_sums(stats, weight_N, loss)
 
     return loss_fn
-
-
-def explained_variance(stats: Mapping[str, float]) -> float | None:
-    """Return 1 − Var(R − V_old)/Var(R) from summed stats of a value_loss function; at most 1.
-
-    None without returns, and if all returns are equal: then there is no variance to explain.
-    """
-    total = stats.get("weight", 0.0)
-    if not total or "returns" not in stats:
-        return None
-
-    def variance(name: str) -> float:
-        mean = stats[name] / total
-        mean_square = stats[f"{name}_sq"] / total
-        return mean_square - mean**2
-
-    variance_of_returns = variance("returns")
-    if variance_of_returns > 1e-12:
-        return 1.0 - variance("error") / variance_of_returns
-    return None

@@ -54,6 +54,8 @@ LossFn = Callable[[LossInput], "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
 micro-batches and ranks sum to the global loss. Stats are sums with the same weights."""
 Stats = dict[str, float]
 """Stats of one update, by name."""
+Named = tuple[str, "torch.Tensor"]
+"""A tensor and its name."""
 
 
 class TrainEngine(ABC):
@@ -130,7 +132,7 @@ class TrainEngine(ABC):
         """Write a Hugging Face folder that `from_pretrained` loads; rank 0 writes."""
 
     @abstractmethod
-    def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(self, *, on_device: bool = False) -> Iterator[Named]:
         """Yield (name in the folder, full tensor) on rank 0, and nothing on other ranks.
 
         Args:
@@ -142,7 +144,7 @@ class TrainEngine(ABC):
     def fingerprint(self) -> str:
         """Return a checksum of all parameters: 16 hex digits, equal on all ranks.
 
-        It depends on the world size, and does not protect against deliberate changes.
+        It depends on the world size, and does not protect against deliberate changes. "": none.
         """
 
 

@@ -8,10 +8,11 @@ token's recorded experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from arealite.api.engine import LossFn, Sequence
 from arealite.api.engine_config import FSDPConfig, Head
@@ -19,9 +20,12 @@ from arealite.api.engine_config import FSDPConfig, Head
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
+Plan = list[list[int]]
+"""Row indices of each micro-batch."""
 Full = Callable[["torch.Tensor"], "torch.Tensor"]
 """Gathers a parameter's shards. All ranks call it."""
 
@@ -52,6 +56,29 @@ class MicroBatch:
     row has a record."""
     replays_routing: bool = True
     """As in TrainEngine."""
+
+
+class Placement(NamedTuple):
+    """The positions of the inputs of some rows in a micro-batch."""
+
+    shape: tuple[int, int]
+    """[B, W]"""
+    place_I: np.ndarray
+    """int64: the position of each input among the flattened [B · W] tokens, row after row."""
+    attention: dict[str, object]
+    """As in MicroBatch."""
+
+
+class RowLayout(Protocol):
+    """Divides rows into micro-batches, and places them there."""
+
+    def plan(self, rows: list[Sequence], budget: int, *, rows_per_example: int) -> Plan:
+        """Return micro-batches of at most `budget` tokens; a single example may have more."""
+        ...
+
+    def place(self, rows: Seq[Sequence]) -> Placement:
+        """Return the positions of the inputs in the micro-batch of `rows`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +112,11 @@ class EngineExtension:
     """Number of ranks that compute the same rows together."""
     is_counted: bool = True
     """Whether the stats of this rank count: one of the ranks that share rows."""
+    layout: RowLayout | None = None
+    """The layout of rows, which `change_layers` may set; None: rows are padded."""
 
     def change_layers(self) -> None:
-        """Modify layers or attention, after the layout's attention is set and before sharding."""
+        """Modify layers or attention, before sharding."""
 
     def first_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
         """Return the first value of one of `own_parameters`, equal on all ranks."""

@@ -25,10 +25,12 @@ from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
-    from arealite.api.engine import TrainEngine
+    from arealite.api.engine import Stats, TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+    from arealite.api.trainer import PPOConfig
 
 TokenizerReader = Callable[[str], Tokenizer | None]
 """Hook `tokenizer_reader`: read the tokenizer of a Hugging Face folder without transformers.
@@ -167,17 +169,24 @@ EngineExtensionMaker = Callable[[EngineSetup], EngineExtension | None]
 Each engine calls it after it has built its empty model, whose modules the hook may change. It
 calls the extensions in the order of their entries. A UserError refuses the run."""
 
-PackedKernel = Callable[["Tensor", "Tensor", "Tensor", float], "Tensor"]
-"""Attends causally within prefix trees: (query, key, value, scale) to the output, with gradients.
+Fingerprint = Callable[[Mapping[str, "Tensor"], Any], str | None]
+"""Hook `fingerprint`: return a hash of tensors by name, equal on all ranks, or None.
 
-Each tensor is [N, heads, D]; keys and values may have fewer heads than queries."""
+All ranks of an engine `fsdp` call it together after each step, with the shards of the parameters
+and the device. The ledger keeps the first result that is not None. An error ends the rank."""
 
-PackedKernelMaker = Callable[[Any], PackedKernel | None]
-"""Hook `packed_kernel`: return a kernel for the prefix trees (`PrefixTree`) of a micro-batch.
+MatrixProductsMaker = Callable[[], Any]
+"""Hook `matrix_products`: return what computes products of matrices (`MatrixProducts`), or None.
 
-The first layer calls it where flash attention does not run and scores are only scaled. The first
-result that is not None is used in all layers; after None from all, each node of a tree is a call of
-torch's attention. An error ends the update."""
+A process that computes log-probabilities calls it once. The first result that is not None is used;
+after None from all, torch computes them. An error ends the process."""
+
+LogitChangeMaker = Callable[[Any], Any]
+"""Hook `logit_change`: return how a model's head changes its logits (`LogitChange`), or None.
+
+An engine calls it with the model, whose parameters are on the meta device. The first result that is
+not None is used; after None from all, the logits are the product alone. A UserError refuses the
+model."""
 
 AfterFirstPublish = Callable[["ExperimentConfig", "TrainEngine", Any, int], None]
 """Hook `after_first_publish`: check a run once the servers have the trainer's weights.
@@ -271,6 +280,38 @@ RoleMain = Callable[["ExperimentConfig", int], None]
 
 `arealite role NAME INDEX RUN` calls the entry with this name, with the run's config and the index.
 An error ends the process; its parent restarts it."""
+
+RewardChange = Callable[[Any, "np.ndarray"], "np.ndarray"]
+"""Returns the new reward of each sampled token, float64 [N], of a trajectory (`Trajectory`)."""
+RewardChangeMaker = Callable[["PPOConfig"], RewardChange | None]
+"""Hook `reward_change`: return what changes rewards before advantages, or None.
+
+Each rank of a PPO trainer calls it for each batch, with the options. The results run one after the
+other. An error ends the rank."""
+
+TokenMask = Callable[[Any, Any], None]
+"""Sets the field `keep` of the rows of a batch (`TrainBatch`), with the ranks (`World`). The loss
+leaves out tokens whose `keep` is 0."""
+TokenMaskMaker = Callable[["PPOConfig"], TokenMask | None]
+"""Hook `token_mask`: return what masks tokens, or None.
+
+All ranks of a PPO trainer call it for each batch, with the options, and then call the result
+together. An error ends the rank."""
+
+StepMetrics = Callable[[Any, Sequence["Stats"]], Mapping[str, float]]
+"""Returns metrics by name, `group/name`, from a batch (`TrainBatch`) and its updates' stats."""
+StepMetricsMaker = Callable[["ExperimentConfig", Any], StepMetrics | None]
+"""Hook `step_metrics`: return what measures each trained batch, or None.
+
+Each rank of a PPO trainer calls it with the config and the ranks (`World`). All ranks call the
+results together after each batch; the metrics of rank 0 count. An error ends the rank."""
+
+RankStore = Callable[[int, int], Any]
+"""Hook `rank_store`: return the store in which the ranks of a trainer meet, or None.
+
+Each rank calls it when it starts, with its rank and the number of ranks. The first result that is
+not None is used. After None from all, rank 0 serves a store at MASTER_ADDR and MASTER_PORT. An
+error ends the rank."""
 
 TrainerRank = Callable[["ExperimentConfig"], int]
 """Hook `trainer_rank`: run the trainer rank that the environment names; return the exit code.

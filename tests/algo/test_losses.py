@@ -12,12 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from arealite.algo.losses import (
-    effective_sample_share,
-    explained_variance,
-    make_policy_loss,
-    make_value_loss,
-)
+from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.formulas import objectives
@@ -214,7 +209,6 @@ def test_stats_are_weighted_sums() -> None:
         "weight": 1.0,
     }
     assert stats == pytest.approx(expected, abs=1e-6)
-    assert effective_sample_share(stats) == pytest.approx(4.5**2 / (4 * 6.25), rel=1e-5)
 
 
 EXTREME = [(0.0, -200.0, -400.0, 0.0), (0.0, -200.0, 0.0, 1.0), (-300.0, 0.0, 0.0, -1.0)]
@@ -394,23 +388,6 @@ def test_value_loss_agrees_with_the_naive_implementation(
     leaves = [torch.tensor(t[0], dtype=torch.float64, requires_grad=True) for t in tokens]
     theirs = naive.make_value_loss(config, leaves, [t[1] for t in tokens], [t[2] for t in tokens])
     assert [loss, *grad] == pytest.approx(gradients(theirs, leaves), abs=1e-9)
-
-
-def test_explained_variance_matches_values_by_hand() -> None:
-    # Returns 0, 2, 4 have variance 8/3; errors of the old values 1, 0, 1 have 2/9.
-    _, stats, _ = critic(CriticConfig(), [(0, -1, 0), (0, 2, 2), (0, 3, 4)], weight=0.25)
-    assert explained_variance(stats) == pytest.approx(1 - (2 / 9) / (8 / 3))
-
-
-def test_shares_of_nothing_are_none() -> None:
-    _, stats, _ = critic(CriticConfig(), [(0, 5, 1.0), (0, 7, 1.0)])
-    assert explained_variance(stats) is None, "equal returns have no variance to explain"
-    _, stats, _ = critic(CriticConfig(), [(0, 5, 1.0), (0, 7, 2.0)], weight=0.0)
-    assert explained_variance(stats) is None
-    assert explained_variance({"weight": 1.0}) is None, "no critic"
-    weights = {"weight": 2.0, "behav_weight": 0.0, "behav_weight_sq": 0.0}
-    assert effective_sample_share(weights) is None, "every token is masked"
-    assert effective_sample_share({"weight": 1.0}) is None, "no behaviour weights"
 
 
 @pytest.mark.parametrize(

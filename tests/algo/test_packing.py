@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.algo import packing
-from arealite.algo.packing import LAYOUTS
+from arealite.algo.packing import Plan, padded
 from arealite.algo.partition import balance
 
 lengths_of = st.lists(st.integers(1, 200), max_size=40)
 budgets = st.integers(1, 400)
-layouts = st.sampled_from(sorted(packing.LAYOUTS))
 MIXES = {"short": (20, 128), "long": (300, 4096)}
 BUDGET = 8192
 
@@ -30,38 +28,28 @@ def draw(mix: str, count: int, seed: int = 0) -> list[int]:
     return np.clip(lengths.round(), 4, most).astype(int).tolist()
 
 
-def microbatches(
-    lengths: list[int], budget: int, layout: str = "padded", rows_per_example: int = 1
-) -> packing.Plan:
-    """Plan rows of these lengths that have no common prefix."""
-    rows = [np.arange(length) - 1000 * (i + 1) for i, length in enumerate(lengths)]
-    return LAYOUTS[layout](rows, budget, rows_per_example=rows_per_example)
-
-
-def computed_tokens(lengths: list[int], plan: packing.Plan, layout: str = "padded") -> int:
-    return sum(area(lengths, rows, layout) for rows in plan)
-
-
-def area(lengths: list[int], rows: list[int], layout: str) -> int:
-    if layout == "packed":
-        return sum(lengths[i] for i in rows)
+def area(lengths: list[int], rows: list[int]) -> int:
     return len(rows) * max(lengths[i] for i in rows)
 
 
-@given(lengths_of, budgets, layouts, st.integers(1, 3))
+def computed_tokens(lengths: list[int], plan: Plan) -> int:
+    return sum(area(lengths, rows) for rows in plan)
+
+
+@given(lengths_of, budgets, st.integers(1, 3))
 def test_plan_has_every_row_once_within_budget_and_keeps_examples_whole(
-    lengths: list[int], budget: int, layout: str, size: int
+    lengths: list[int], budget: int, size: int
 ) -> None:
     lengths = lengths[: len(lengths) // size * size]
-    plan = microbatches(lengths, budget, layout=layout, rows_per_example=size)
+    plan = padded(lengths, budget, rows_per_example=size)
     assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
     for rows in plan:
-        assert len(rows) <= size or area(lengths, rows, layout) <= budget
+        assert len(rows) <= size or area(lengths, rows) <= budget
         for at in range(0, len(rows), size):
             assert rows[at] % size == 0
             assert rows[at : at + size] == list(range(rows[at], rows[at] + size))
-    assert plan == microbatches(list(lengths), budget, layout=layout, rows_per_example=size)
-    assert computed_tokens(lengths, plan, layout) >= sum(lengths)
+    assert plan == padded(list(lengths), budget, rows_per_example=size)
+    assert computed_tokens(lengths, plan) >= sum(lengths)
     assert all(plan) or not lengths
 
 
@@ -69,35 +57,22 @@ def test_plan_has_every_row_once_within_budget_and_keeps_examples_whole(
 def test_padded_rows_are_sorted_and_each_split_exceeds_budget_or_padding(
     lengths: list[int], budget: int
 ) -> None:
-    plan = [rows for rows in microbatches(lengths, budget) if rows]
+    plan = [rows for rows in padded(lengths, budget) if rows]
     for rows, after in pairwise(plan):
         assert lengths[rows[-1]] >= lengths[after[0]]
         more = [*rows, after[0]]
-        padding = area(lengths, more, "padded") - sum(lengths[i] for i in more)
-        assert area(lengths, more, "padded") > budget or padding > packing.OVERHEAD
-
-
-@given(lengths_of, budgets)
-def test_packed_plan_has_few_micro_batches(lengths: list[int], budget: int) -> None:
-    plan = microbatches(lengths, budget, layout="packed")
-    loads = sorted(sum(lengths[i] for i in rows) for rows in plan)
-    # Best fit leaves no two micro-batches that fit into one; balancing may add one more.
-    assert len(plan) <= max(1, 2 * sum(lengths) / budget + 2)
-    if lengths and max(lengths) <= budget:
-        assert loads[-1] <= budget
+        padding = area(lengths, more) - sum(lengths[i] for i in more)
+        assert area(lengths, more) > budget or padding > packing.OVERHEAD
 
 
 def test_plans_match_examples_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [3, 9, 4, 4, 20]
-    assert microbatches(lengths, 12) == [[4], [1], [2, 3, 0]]
-    assert microbatches(lengths, 12, layout="packed") == [[4], [1], [2, 3, 0]]
-    assert microbatches(lengths, 20, layout="packed") == [[4], [1, 2, 3, 0]]
-    assert microbatches([], 12) == microbatches([], 12, layout="packed") == []
+    assert padded(lengths, 12) == [[4], [1], [2, 3, 0]]
+    assert padded([], 12) == []
     monkeypatch.setattr(packing, "OVERHEAD", 5)
-    assert microbatches([10, 9, 8, 7, 6], 100) == [[0, 1, 2], [3, 4]], "padding 3, would be 6"
+    assert padded([10, 9, 8, 7, 6], 100) == [[0, 1, 2], [3, 4]], "padding 3, would be 6"
     pairs = [3, 9, 4, 4, 8, 1]
-    assert microbatches(pairs, 100, rows_per_example=2) == [[0, 1, 4, 5], [2, 3]]
-    assert microbatches(pairs, 17, layout="packed", rows_per_example=2) == [[0, 1], [4, 5, 2, 3]]
+    assert padded(pairs, 100, rows_per_example=2) == [[0, 1, 4, 5], [2, 3]]
 
 
 def least_cost(lengths: list[int], budget: int) -> float:
@@ -116,32 +91,16 @@ def least_cost(lengths: list[int], budget: int) -> float:
 def test_padding_is_below_5_percent_for_log_normal_lengths(mix: str, count: int) -> None:
     for seed in range(3):
         lengths = draw(mix, count, seed)
-        plan = microbatches(lengths, BUDGET)
+        plan = padded(lengths, BUDGET)
         computed = computed_tokens(lengths, plan)
         assert (computed - sum(lengths)) / computed <= 0.05
         if count == 512:
             cost = computed + packing.OVERHEAD * len(plan)
             assert cost <= 1.03 * least_cost(lengths, BUDGET)
-        plan = microbatches(lengths, BUDGET, layout="packed")
-        loads = [sum(lengths[i] for i in rows) for rows in plan]
-        assert min(loads) >= 0.97 * max(loads)
-        assert len(plan) <= -(-sum(lengths) // BUDGET) + 1
         ranks = [0] * 8
         for length, rank in zip(lengths, balance(lengths, ranks=8), strict=True):
             ranks[rank] += length
         assert min(ranks) >= 0.97 * max(ranks)
-
-
-def test_packing_rows_just_over_half_the_budget_is_fast() -> None:
-    """One of several attempts must be fast, because steal time counts as CPU time."""
-    lengths = [BUDGET // 2 + 1] * 2000 + [BUDGET // 3] * 2000
-
-    def seconds() -> float:
-        started = time.process_time()
-        assert len(microbatches(lengths, BUDGET, layout="packed")) in (2000, 2001)
-        return time.process_time() - started
-
-    assert any(seconds() < 2.0 for _ in range(5))
 
 
 def test_torch_is_not_imported() -> None:

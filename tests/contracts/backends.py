@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from safetensors.torch import load_file
 
-from arealite.impl.weights.buckets import Layout, pack
+from arealite.ext.weights.buckets import Layout, pack
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]

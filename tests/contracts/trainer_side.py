@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from arealite.impl.weights.process_group import join
+from arealite.ext.weights.process_group import join
 
 SECONDS = 60.0
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from arealite.algo.prefix_tree import prefix_forest
-from arealite.impl.engine.micro_batches import input_items
+from arealite.ext.prefix_trees.packed_rows import input_items
+from arealite.ext.prefix_trees.prefix_tree import prefix_forest
 from tests.waiting import has_exited, until, until_exited
 from tools import bench_trl, gpu_async, gpu_day, gpu_training, qwen_shapes, timed_parts
 from tools.timed_parts import Day, Part

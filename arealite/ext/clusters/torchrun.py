@@ -52,16 +52,16 @@ def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
     if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
         return
-    from arealite.impl.trainer import rank_group
+    from arealite.ext.clusters import rank_store  # imports torch
 
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     print(
-        f"rank {rank} of {ranks} waits up to {rank_group.RENDEZVOUS_S:g} s for the other ranks, "
+        f"rank {rank} of {ranks} waits up to {rank_store.RENDEZVOUS_S:g} s for the other ranks, "
         f"at {address}",
         flush=True,
     )
-    store = rank_group.serve_store(config.cluster.bound) if rank == 0 else None
-    os.environ[rank_group.SHARED_STORE] = "True"
+    store = rank_store.serve_store(config.cluster.bound) if rank == 0 else None
+    os.environ[rank_store.SHARED_STORE] = "True"
     yield
     del store
 

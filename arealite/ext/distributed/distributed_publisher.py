@@ -19,9 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from arealite.api.engine import Named
 from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
 from arealite.ext.embedded.futures import resolve
+from arealite.ext.weights import process_group as groups
+from arealite.ext.weights.buckets import Bucket, pack
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import (
     GRACE_S,
@@ -30,8 +33,6 @@ from arealite.impl.publisher.servers import (
     ServersPublisher,
     ServersUpdate,
 )
-from arealite.impl.weights import process_group as groups
-from arealite.impl.weights.buckets import Bucket, Named, pack
 from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)

@@ -24,8 +24,8 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import experts_of
 from arealite.ext.embedded.decoder import BaseDecoder, Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
-from arealite.impl.weights.casting import computing_in
-from arealite.impl.weights.checksums import check_finite
+from arealite.ext.weights.casting import computing_in
+from arealite.ext.weights.checksums import check_finite
 
 logger = log.get(__name__)
 

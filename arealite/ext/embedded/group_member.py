@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from arealite.api.engine import Named
 from arealite.ext.embedded.futures import resolve
-from arealite.impl.weights import process_group as groups
-from arealite.impl.weights.buckets import Layout, Named, unpack
+from arealite.ext.weights import process_group as groups
+from arealite.ext.weights.buckets import Layout, unpack
 from arealite.impl.weights.tensor_names import PartialGroups
 
 TIMEOUT_S = 60.0

@@ -28,8 +28,8 @@ from arealite.ext.embedded.weight_loading import (
     stage_weights,
 )
 from arealite.ext.http_server.http_limits import MAX_BODY
-from arealite.impl.weights.buckets import Layout
-from arealite.impl.weights.checksums import sums
+from arealite.ext.weights.buckets import Layout
+from arealite.ext.weights.checksums import sums
 
 logger = log.get(__name__)
 

@@ -12,15 +12,17 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from arealite.algo import linear
+from arealite.api.engine import Named
 from arealite.base.errors import RoleError, UserError, one_line
 from arealite.base.model_folder import ModelTensors, read_headers, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.models.fast_linear import use_fast_linear
 from arealite.ext.models.text_model import check_layers
+from arealite.ext.weights.buckets import Layout
+from arealite.ext.weights.updatable_tensors import PartialGroups, UpdatableTensors
 from arealite.impl.engine.loading import DTYPES, attention_of
-from arealite.impl.weights.buckets import Layout, Named
-from arealite.impl.weights.tensor_names import PartialGroups, TensorNames, Tensors, tensor_reader
+from arealite.impl.weights.tensor_names import Tensors, tensor_reader
 
 FLOATS = {*DTYPES.values(), torch.float64}
 
@@ -34,7 +36,7 @@ class ServedWeights:
         Raises:
             UserError: The folder has other tensors than the model.
         """
-        self.names = TensorNames(model, Path(folder))
+        self.names = UpdatableTensors(model, Path(folder))
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         headers = self.names.headers.items()
         shapes = {name: header.shape for name, header in headers}
@@ -189,10 +191,10 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     except Exception as error:  # each model fails in its own way
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"model.path={path}: cannot be loaded: {reason:.300}") from error
-    TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
+    UpdatableTensors(loaded, folder)  # transformers fills missing tensors with random numbers
     model = loaded.to(pick_device(device))
     model = model.eval().requires_grad_(False)
-    linear.use_fast_linear(model)
+    use_fast_linear(model)
     return model, tokenizer
 
 

@@ -29,7 +29,7 @@ from arealite.cli.presets import CONFIG_DIR
 from arealite.ext.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.ext.machine import estimates
 from arealite.ext.machine.bench import SEED, Bench
-from arealite.impl.engine.attention import HAS_FLASH_ATTN
+from arealite.ext.prefix_trees.attention import HAS_FLASH_ATTN
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.trainer.base import read_engines, write_engines
 

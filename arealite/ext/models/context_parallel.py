@@ -29,9 +29,9 @@ from arealite.api.engine import Sequence
 from arealite.api.engine_extension import EngineExtension, MicroBatch
 from arealite.base.errors import UserError
 from arealite.ext.models.parallel_options import check_context_parallel
-from arealite.impl.engine import attention
-from arealite.impl.engine.head import decoder_of
+from arealite.ext.prefix_trees import attention
 from arealite.impl.engine.micro_batches import NO_RECORD
+from arealite.impl.engine.model import decoder_of
 
 MIXERS = re.compile("Indexer|Compressor|Mamba|Delta|Conv1d|ShortConv|LinearAttention|Recurrent")
 """Matches the names of modules in which tokens depend on each other outside attention."""

@@ -25,8 +25,8 @@ from arealite.base.files import follow_umask
 from arealite.base.log import get
 from arealite.base.model_folder import ModelTensors, weight_files
 from arealite.ext.models.adapter_folder import EXPERTS, PREFIX, counted
-from arealite.impl.engine.head import decoder_of
 from arealite.impl.engine.loading import fill
+from arealite.impl.engine.model import decoder_of
 
 log = get(__name__)
 BASE = ".base_layer."

@@ -42,10 +42,10 @@ from arealite.ext.self_check.difference_reasons import (
     tensor_reason,
 )
 from arealite.ext.self_check.plain_copy import PlainModel, first_difference, obstacle, watched
+from arealite.ext.weights.checksums import Sums, sums
 from arealite.impl.client import sglang_messages
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.trainer.rank_group import World
-from arealite.impl.weights.checksums import Sums, sums
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
 

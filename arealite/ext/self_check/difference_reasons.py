@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from arealite.api.engine import Sequence
-from arealite.impl.weights.checksums import Sums
+from arealite.ext.weights.checksums import Sums
 
 STRICT = (1e-3, 1e-2)
 """Bounds in float32, in nats: the mean of a row, and one token. In 16 bits, bounds are not lower.

@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from arealite.api.engine import Sequence
+from arealite.api.engine import Named, Sequence
 from arealite.base.host import available_memory
 from arealite.base.model_folder import read_json
+from arealite.ext.weights.casting import computing_in
+from arealite.ext.weights.updatable_tensors import UpdatableTensors
 from arealite.impl.engine.loading import DTYPES
-from arealite.impl.weights.buckets import Named
-from arealite.impl.weights.casting import computing_in
-from arealite.impl.weights.tensor_names import TensorNames
 
 LARGEST = 2 * 10**9
 """Parameters of the largest model that is loaded a second time."""
@@ -59,7 +58,7 @@ class PlainModel:
         model = load(folder, dtype=torch.float32, attn_implementation=attention)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = model.to(device).eval()
-        self.names = TensorNames(self.model, folder)
+        self.names = UpdatableTensors(self.model, folder)
         self._exact = dict[tuple[bytes, bytes, float], np.ndarray]()
         """The results of `exact`; a key is the tokens, loss mask and temperature of a row."""
 

@@ -41,9 +41,10 @@ class Extensions(EngineExtension):
         return cls(entries.results(makers, setup))
 
     def change_layers(self) -> None:
-        """Modify layers; see EngineExtension."""
+        """Modify layers; see EngineExtension. The first layout of an extension is used."""
         for part in self._parts:
             part.change_layers()
+            self.layout = self.layout or part.layout
 
     def first_value(
         self,

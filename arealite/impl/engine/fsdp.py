@@ -22,19 +22,29 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from arealite.algo.packing import LAYOUTS, Plan
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, Stats, TrainEngine, Training
+from arealite.algo.packing import padded
+from arealite.api.engine import (
+    Head,
+    LossFn,
+    LossInput,
+    Named,
+    Sequence,
+    Stats,
+    TrainEngine,
+    Training,
+)
 from arealite.api.engine_config import FSDPConfig
-from arealite.api.engine_extension import EngineSetup, MicroBatch
+from arealite.api.engine_extension import EngineSetup, MicroBatch, Plan
+from arealite.api.hooks import Fingerprint
+from arealite.base import entries
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
-from arealite.impl.engine import attention, checkpoint, loading
+from arealite.impl.engine import checkpoint, loading
 from arealite.impl.engine import model as models
 from arealite.impl.engine.extensions import Extensions, exported_weights, state_tensors
-from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
-from arealite.impl.engine.micro_batches import collate, input_items, scatter
+from arealite.impl.engine.micro_batches import collate, scatter
 from arealite.impl.engine.optimizer import Optimizer
 from arealite.impl.weights.tensor_names import SCORE, TensorNames, Tensors
 
@@ -106,8 +116,8 @@ class FSDPEngine(TrainEngine):
             self._model = models.ValueModel(self.module)
         else:
             self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
-        self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
         self._extensions.change_layers()
+        self.layout = self._extensions.layout
         if config.gradient_checkpointing:
             models.recompute(self.module)
 
@@ -283,7 +293,7 @@ class FSDPEngine(TrainEngine):
             log.info("model exported", path=str(path))
         dist.barrier()
 
-    def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(self, *, on_device: bool = False) -> Iterator[Named]:
         """Yield weights in the compute dtype, tied ones once; see TrainEngine."""
         weights = exported_weights(
             self.module,
@@ -303,7 +313,8 @@ class FSDPEngine(TrainEngine):
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
         masters = dict(state_tensors(self.module))
-        return fingerprint(masters, self.device)
+        makers: list[Fingerprint] = entries.hooks("fingerprint")
+        return entries.first_result(makers, masters, self.device) or ""
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a whole parameter on the engine's device, gathered from all ranks."""
@@ -335,8 +346,11 @@ class FSDPEngine(TrainEngine):
         shorter plan ends with empty micro-batches.
         """
         budget = self.config.max_tokens_per_microbatch * self._extensions.num_sharing
-        make_plan = LAYOUTS[self.layout]
-        plan = make_plan(input_items(rows), budget, rows_per_example=rows_per_example)
+        if self.layout is not None:
+            plan = self.layout.plan(rows, budget, rows_per_example=rows_per_example)
+        else:
+            input_counts = [max(1, _length(row) - 1) for row in rows]
+            plan = padded(input_counts, budget, rows_per_example=rows_per_example)
         local_sizes = [max(1, len(plan)), max(map(_length, rows), default=0)]
         sizes = torch.tensor(local_sizes, device=self.device)
         dist.all_reduce(sizes, dist.ReduceOp.MAX)

@@ -5,14 +5,14 @@ Exports and published versions are both written by these functions, so they hold
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
-from arealite.api.engine import Head
+from arealite.api.engine import Head, Named
 from arealite.base.files import follow_umask
-from arealite.impl.weights.buckets import Named, split
 
 FILE_BYTES = 1 << 30
 """Weights are written in files of about this size; twice as much is held in memory at a time."""
@@ -77,3 +77,21 @@ def write_weights(
     }
     index_file = folder / "model.safetensors.index.json"
     index_file.write_text(json.dumps(index, indent=2))
+
+
+def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield contiguous tensors in parts of at most `max_bytes`, in order.
+
+    A larger tensor gets its own part. At most one part is held in memory at a time.
+    """
+    part = dict[str, torch.Tensor]()
+    part_bytes = 0
+    for name, tensor in weights:
+        if part and part_bytes + tensor.nbytes > max_bytes:
+            yield part
+            part = {}
+            part_bytes = 0
+        part[name] = tensor.detach().contiguous()
+        part_bytes += tensor.nbytes
+    if part:
+        yield part

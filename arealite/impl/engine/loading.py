@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel as Model
 
-from arealite.algo import linear
 from arealite.api.engine import Head
 from arealite.api.engine_extension import EngineExtension
 from arealite.base.errors import UserError, one_line
@@ -140,7 +139,6 @@ def load_weights(
             else:
                 full = torch.zeros(tensor.shape)
             fill(tensor, full.to(device))
-    linear.use_fast_linear(model)
 
 
 def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:

@@ -7,16 +7,13 @@ rows, I = inputs of all rows, R = bytes of a token's recorded experts.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
-from arealite.api.engine_extension import MicroBatch
+from arealite.api.engine_extension import MicroBatch, Placement, RowLayout
 from arealite.base.errors import UserError
-from arealite.impl.engine.packed_rows import PrefixTree
 
 NO_RECORD = 255
 """Every byte of the routing record of a token that has none."""
@@ -64,31 +61,17 @@ class _FlatRows:
         return first_inputs[row_N] + column_N - 1
 
 
-class _Placement(NamedTuple):
-    """The positions of the inputs in a micro-batch."""
-
-    shape: tuple[int, int]
-    """[B, W]"""
-    place_I: np.ndarray
-    """int64: the position of each input among the flattened [B · W] tokens."""
-    attention: dict[str, object]
-    """As in MicroBatch."""
-
-    def spread(self, inputs: np.ndarray, fill: int) -> np.ndarray:
-        """Return the values [I, …] of the inputs as [B, W, …], `fill` elsewhere."""
-        num_rows, width = self.shape
-        sizes = inputs.shape[1:]
-        flat = np.full((num_rows * width, *sizes), fill, inputs.dtype)
-        flat[self.place_I] = inputs
-        return flat.reshape(*self.shape, *sizes)
-
-
 def collate(
     rows: Seq[Sequence],
     device: torch.device,
-    layout: str = "padded",
+    layout: RowLayout | None = None,
 ) -> MicroBatch:
     """Build the micro-batch of `rows`; without rows, one of a single token without loss.
+
+    Args:
+        rows: The rows.
+        device: The device of the tensors.
+        layout: Places the rows; None: they are padded.
 
     Raises:
         UserError: a row has temperature 0, at which tokens have no logprobs.
@@ -97,14 +80,14 @@ def collate(
         no_loss = np.zeros(2, bool)
         two_tokens = np.zeros(2, np.int32)
         rows = [Sequence(tokens=two_tokens, loss_mask=no_loss, temperature=1.0)]
-    if any(row.temperature <= 0 for row in rows):
+    temperatures = np.array([row.temperature for row in rows], np.float32)
+    if temperatures.min() <= 0:
         raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
     flat = _FlatRows.of(rows)
-    placement = _packed(rows, flat, device) if layout == "packed" else _padded(flat)
+    placement = layout.place(rows) if layout else _padded(flat)
     place_I = placement.place_I
     mask_S = flat.loss_mask_S
     row_N = flat.row_S[mask_S]
-    temperatures = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -113,11 +96,12 @@ def collate(
     for name in rows[0].fields:
         field_S = np.concatenate([row.fields[name] for row in rows])
         fields[name] = put(field_S[mask_S].astype(np.float32))
-    input_ids_BW = placement.spread(flat.tokens_S[flat.is_input_S], 0)
+    input_ids_BW = _spread(flat.tokens_S[flat.is_input_S], placement, fill=0)
     routing_BWR = None
-    routing_SR = _routing(rows)
+    routing_SR = routing_of(rows)
     if routing_SR is not None:
-        routing_BWR = put(placement.spread(routing_SR[flat.is_input_S], NO_RECORD))
+        routing_IR = routing_SR[flat.is_input_S]
+        routing_BWR = put(_spread(routing_IR, placement, fill=NO_RECORD))
     row_ends = np.cumsum(flat.num_inputs)[:-1]
     return MicroBatch(
         input_ids_BW=put(input_ids_BW),
@@ -132,56 +116,28 @@ def collate(
     )
 
 
-def _packed(
-    rows: Seq[Sequence],
-    flat: _FlatRows,
-    device: torch.device,
-) -> _Placement:
-    """Place the inputs in prefix trees, end to end."""
-    forest = prefix_forest(input_items(rows))
-    tree = PrefixTree.of(forest, device)
-    shape = (1, tree.bounds[-1])
-    place_I = np.concatenate([tree.paths[node] for node in forest.last])
-    position_ids_BW = np.zeros(shape, np.int64)
-    position_ids_BW[0, place_I] = flat.column_S[flat.is_input_S]
-    return _Placement(
-        shape=shape,
-        place_I=place_I,
-        attention={"position_ids": tree.put(position_ids_BW), "prefix_tree": tree},
-    )
+def _spread(inputs: np.ndarray, placement: Placement, *, fill: int) -> np.ndarray:
+    """Return the values [I, …] of the inputs as [B, W, …], `fill` elsewhere."""
+    num_rows, width = placement.shape
+    sizes = inputs.shape[1:]
+    flat = np.full((num_rows * width, *sizes), fill, inputs.dtype)
+    flat[placement.place_I] = inputs
+    return flat.reshape(*placement.shape, *sizes)
 
 
-def _padded(flat: _FlatRows) -> _Placement:
+def _padded(flat: _FlatRows) -> Placement:
     """Place each row on its own, at the left."""
     num_rows = len(flat.num_inputs)
     width = int(flat.num_inputs.max())
     place_S = flat.row_S * width + flat.column_S
-    return _Placement(
+    return Placement(
         shape=(num_rows, width),
         place_I=place_S[flat.is_input_S],
         attention={},
     )
 
 
-def input_items(rows: Seq[Sequence]) -> list[np.ndarray]:
-    """Return the inputs of each row as items to compare: tokens, with their recorded experts."""
-    row_items = [row.tokens for row in rows]
-    routing_SR = _routing(rows)
-    if routing_SR is not None:
-        tokens_S = np.concatenate(row_items).astype(np.int32)
-        token_bytes = tokens_S[:, None].view(np.uint8)
-        item_bytes = np.concatenate([token_bytes, routing_SR], 1)
-        item_dtype = f"V{item_bytes.shape[1]}"
-        items_S = item_bytes.view(item_dtype)[:, 0]
-        row_items = np.split(items_S, _row_ends(rows))
-    inputs = list[np.ndarray]()
-    for items in row_items:
-        num_inputs = max(1, len(items) - 1)
-        inputs.append(items[:num_inputs])
-    return inputs
-
-
-def _routing(rows: Seq[Sequence]) -> np.ndarray | None:
+def routing_of(rows: Seq[Sequence]) -> np.ndarray | None:
     """Return the recorded experts of all tokens, uint8 [S, R]; None if no row has a record."""
     records = [row.routing for row in rows if row.routing is not None]
     token_bytes = records[0].shape[1] if records else 0

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from arealite.algo.logprobs import OutputHead, token_logprobs
+from arealite.algo.logprobs import LogitChange, OutputHead, token_logprobs
 from arealite.api.engine_extension import MicroBatch
+from arealite.api.hooks import LogitChangeMaker
+from arealite.base import entries
 from arealite.base.errors import UserError
-from arealite.impl.engine.head import decoder_of, logit_change
 
 
 class LogprobModel(nn.Module):
@@ -31,7 +32,8 @@ class LogprobModel(nn.Module):
     def __init__(self, module: Any, *, logits_chunk: int = 2**25) -> None:
         super().__init__()
         self.module = module
-        self.change = logit_change(module)
+        makers: list[LogitChangeMaker] = entries.hooks("logit_change")
+        self.change: LogitChange = entries.first_result(makers, module) or LogitChange()
         vocabulary = module.get_output_embeddings().weight.shape[0]
         self.chunk = max(1, logits_chunk // vocabulary)
 
@@ -80,6 +82,14 @@ def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     states = output.last_hidden_state.flatten(0, 1)
     # Rows of one prompt read the same state. index_select adds their gradients in a fixed order.
     return states.index_select(0, batch.index_N)
+
+
+def decoder_of(module: Any) -> Any:
+    """Return the part of a causal language model that ends before its head."""
+    decoder = module.get_decoder()
+    if decoder is module:
+        return getattr(module, "model", decoder)
+    return decoder
 
 
 def layers_of(module: PreTrainedModel) -> nn.ModuleList:

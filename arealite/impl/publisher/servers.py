@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from arealite.api.engine import TrainEngine
+from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
@@ -24,7 +24,6 @@ from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.http_client import Pool
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
 from arealite.impl.publisher.loop_thread import LoopThread
-from arealite.impl.weights.buckets import Named
 from arealite.system.health.waits import cancel_all
 from arealite.system.names.name_registry import Entry, NameRegistry
 

@@ -9,13 +9,12 @@ import math
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import torch
 
-from arealite.algo import advantages as algo
-from arealite.algo.losses import kl_estimate
-from arealite.api.algorithm import ShapingConfig
+from arealite.algo.advantages import group_advantages
 from arealite.api.formulas import GroupAdvantage, TokenAdvantage
+from arealite.api.hooks import RewardChange, RewardChangeMaker, TokenMaskMaker
 from arealite.api.trainer import PPOConfig
+from arealite.base import entries
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, Trajectory
 from arealite.impl.trainer.rank_group import World
 
@@ -28,21 +27,27 @@ def compute_advantages(
     """Set the field `advantages` of the rows; return the minibatches.
 
     The rows must have prox_logprobs, and ref_logprobs and values if the config needs them. With a
-    critic the rows also get `returns`, with M2PO also `keep`. The minibatches exclude trajectories
-    whose gradient is 0 on every token.
+    critic the rows also get `returns`, and with a mask of tokens `keep`. The minibatches exclude
+    trajectories whose gradient is 0 on every token.
     """
     advantages: Seq[np.ndarray | float]
+    change_makers: list[RewardChangeMaker] = entries.hooks("reward_change")
+    changes = entries.results(change_makers, config)
     function = config.advantage.function
     if isinstance(function, TokenAdvantage):
-        advantages = [_token_advantages(batch, each, config, function) for each in batch.local]
+        advantages = list[np.ndarray]()
+        for trajectory in batch.local:
+            advantages_N = _token_advantages(batch, trajectory, config, function, changes)
+            advantages.append(advantages_N)
     else:
-        advantages = _group_advantages(batch, config, world, function)
+        advantages = _group_advantages(batch, config, world, function, changes)
     if config.advantage.normalize:
         advantages = _normalized(batch, world, advantages, eps=config.advantage.eps)
     for trajectory, advantages_N in zip(batch.local, advantages, strict=True):
         trajectory.scatter("advantages", advantages_N)
-    if config.loss.m2_threshold is not None:
-        _mask_outliers(batch, world, config.loss.m2_threshold)
+    mask_makers: list[TokenMaskMaker] = entries.hooks("token_mask")
+    for mask in entries.results(mask_makers, config):
+        mask(batch, world)
     return batch.minibatches(with_gradient(batch, config, world, advantages))
 
 
@@ -51,21 +56,22 @@ def _group_advantages(
     config: PPOConfig,
     world: World,
     compare: GroupAdvantage,
+    changes: Seq[RewardChange],
 ) -> list[float]:
     """Return one advantage for each local trajectory: its reward compared with its group."""
-    if config.reward != ShapingConfig() or _has_kl_reward(config):
-        rewards = _shaped_rewards(batch, config, world)
+    if changes:
+        rewards = _shaped_rewards(batch, world, changes)
     else:
         rewards = [header.reward for header in batch.headers]
     groups = [(header.group_id, header.seat) for header in batch.headers]
-    advantages = algo.group_advantages(rewards, groups, compare, config.advantage)
+    advantages = group_advantages(rewards, groups, compare, config.advantage)
     return [advantages[trajectory.index] for trajectory in batch.local]
 
 
 def _shaped_rewards(
     batch: TrainBatch,
-    config: PPOConfig,
     world: World,
+    changes: Seq[RewardChange],
 ) -> list[float | None]:
     """Return the shaped reward of every trajectory of the batch; None if unscored.
 
@@ -74,7 +80,7 @@ def _shaped_rewards(
     local_rewards = list[float]()
     scores = list[float]()
     for trajectory in batch.local:
-        reward = float(_rewards(batch, trajectory, config).sum())
+        reward = float(_rewards(trajectory, changes).sum())
         local_rewards.append(reward)
         if trajectory.is_scored:
             scores.append(reward)
@@ -89,13 +95,14 @@ def _token_advantages(
     trajectory: Trajectory,
     config: PPOConfig,
     function: TokenAdvantage,
+    changes: Seq[RewardChange],
 ) -> np.ndarray:
     """Return advantages [N] of the sampled tokens; 0 if unscored."""
     if not trajectory.is_scored:
         trajectory.scatter("returns", 0.0)
         num_sampled = np.count_nonzero(np.concatenate(trajectory.sampled))
         return np.zeros(num_sampled)
-    rewards_N = _rewards(batch, trajectory, config)
+    rewards_N = _rewards(trajectory, changes)
     batch.scores.append(float(rewards_N.sum()))
     values_N = np.zeros(len(rewards_N))
     if function.has_critic:
@@ -106,31 +113,12 @@ def _token_advantages(
     return advantages_N
 
 
-def _rewards(
-    batch: TrainBatch,
-    trajectory: Trajectory,
-    config: PPOConfig,
-) -> np.ndarray:
-    """Return the shaped reward of each sampled token, float64 [N]."""
-    shaping = config.reward
-    rewards_N = algo.shape_rewards(trajectory.rewards_N, shaping)
-    if shaping.overlong_buffer > 0:
-        for last, length in trajectory.turns():
-            rewards_N[last] -= algo.overlong_penalty(
-                length,
-                limit=config.collector.sampling.max_new_tokens,
-                buffer=shaping.overlong_buffer,
-                penalty=shaping.overlong_penalty,
-            )
-    if _has_kl_reward(config):
-        log_ratio_N = trajectory.gather("prox_logprobs") - trajectory.gather("ref_logprobs")
-        kl_N = kl_estimate(torch.from_numpy(log_ratio_N), config.kl.estimator)
-        rewards_N -= config.kl.coef * kl_N.numpy()
+def _rewards(trajectory: Trajectory, changes: Seq[RewardChange]) -> np.ndarray:
+    """Return the changed reward of each sampled token, float64 [N]."""
+    rewards_N = trajectory.rewards_N
+    for change in changes:
+        rewards_N = change(trajectory, rewards_N)
     return rewards_N
-
-
-def _has_kl_reward(config: PPOConfig) -> bool:
-    return config.kl.coef > 0 and config.kl.place == "reward"
 
 
 def _normalized(
@@ -164,25 +152,6 @@ def _normalized(
     scale = math.sqrt(variance) + eps or 1.0
     pairs = zip(batch.local, centred, strict=True)
     return [centred_N / scale if trajectory.is_scored else 0.0 for trajectory, centred_N in pairs]
-
-
-def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
-    """Set the field `keep` of the rows: 0 for the most off-policy tokens of the whole batch."""
-    ends = np.cumsum([header.trained_tokens for header in batch.headers])
-    batch_squares = np.zeros(int(ends[-1]))  # of all sampled tokens, in the headers' order
-    local_squares = list[np.ndarray]()
-    for trajectory in batch.local:
-        log_ratio_N = trajectory.gather("prox_logprobs") - trajectory.gather("behav_logprobs")
-        squares_N = np.square(log_ratio_N)
-        squares_N[~trajectory.trained_N] = -1.0
-        end = ends[trajectory.index]
-        batch_squares[end - len(squares_N) : end] = squares_N
-        local_squares.append(squares_N)
-    batch_squares = world.add(batch_squares)
-    trained_squares = batch_squares[batch_squares >= 0.0]
-    limit = algo.m2_threshold(trained_squares, threshold)
-    for trajectory, squares_N in zip(batch.local, local_squares, strict=True):
-        trajectory.scatter("keep", squares_N <= limit)
 
 
 def with_gradient(

@@ -13,10 +13,11 @@ from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api import trainer_messages as messages
 from arealite.api.engine import Stats
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import StepMetricsMaker
 from arealite.api.payloads import Payload
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
-from arealite.base import log
+from arealite.base import entries, log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.base import BaseTrainer
@@ -67,7 +68,9 @@ class PPOTrainer(BaseTrainer):
         )
         self.version = -1
         """Version that every server should hold."""
-        self.writes_token_stats = self.ppo.token_stats
+        makers: list[StepMetricsMaker] = entries.hooks("step_metrics")
+        self.step_metrics = entries.results(makers, config, self.world)
+        """Measure a trained batch."""
         self.metrics: Metrics = {}
         """Metrics of the current step."""
         self.interruptions = 0
@@ -190,15 +193,8 @@ class PPOTrainer(BaseTrainer):
     def report(self, batch: TrainBatch, stats: list[Stats]) -> None:
         """Compute the step's metrics, and report to the datapipe that the batch is trained."""
         with self.clock("time/report_s"):
-            local_sums, local_maxima = metrics.token_sums(batch)
-            sums = self.world.sum(local_sums)
-            maxima = self.world.max(local_maxima)
-            if self.writes_token_stats:
-                self.writes_token_stats = metrics.write_token_stats(
-                    batch,
-                    folder=self.paths.token_stats,
-                    rank=self.world.rank,
-                )
+            for measure in self.step_metrics:
+                self.metrics |= measure(batch, stats)
             engines = self.engines.values()
             fingerprints = [engine.fingerprint() for engine in engines]
             if not self.world.is_rank0:
@@ -207,9 +203,6 @@ class PPOTrainer(BaseTrainer):
             self.interruptions += sum(header.interruptions for header in headers)
             trained_tokens = sum(header.trained_tokens for header in headers)
             self.metrics |= {
-                **metrics.trajectory_metrics(headers, step=batch.step),
-                **metrics.token_metrics(sums, maxima),
-                **metrics.update_metrics(stats),
                 **metrics.in_group("datapipe", batch.plan.waits),
                 "rollout/interrupted_generations": float(self.interruptions),
                 "throughput/trained_tokens": float(trained_tokens),

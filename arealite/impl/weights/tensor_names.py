@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
+from arealite.api.engine import Named
 from arealite.base.errors import InvariantError, UserError, one_line
 from arealite.base.model_folder import Header, read_headers
-from arealite.impl.weights.buckets import Named
 
 SCORE = "score.weight"
 """Weight of the value head, which a folder may lack."""
@@ -142,7 +142,7 @@ class TensorNames:
             if group is None:
                 yield name, tensor
                 continue
-            complete_group = _complete(
+            complete_group = add_to_group(
                 parts,
                 key=group.key,
                 size=len(group.targets),
@@ -155,48 +155,6 @@ class TensorNames:
         if parts:
             key = next(iter(parts))
             raise InvariantError(f"{key} was streamed without the rest of its group")
-
-    def to_model(self, named: Iterable[Named], parts: PartialGroups) -> Iterator[Named]:
-        """Convert tensors of the folder to the names and shapes of the model.
-
-        Args:
-            named: Tensors whose names are in `headers`.
-            parts: Tensors of incomplete groups from earlier calls; changed for the next call.
-        """
-        for name, tensor in named:
-            group = self._of_folder[name]
-            complete_group = _complete(
-                parts,
-                key=group.key,
-                size=len(group.sources),
-                name=name,
-                tensor=tensor,
-            )
-            if complete_group:
-                model_tensors = self._convert(group, complete_group.__getitem__)
-                yield from model_tensors.items()
-
-    def target(self, name: str) -> str:
-        """Return the name of the model's first tensor that contains a tensor of the folder."""
-        group = self._of_folder[name]
-        return self._first[group.key]
-
-    def missing(self, present: set[str], *, whole: bool = True) -> list[str]:
-        """Return the names of tensors that are needed besides those in `present`, sorted.
-
-        Args:
-            present: Names of tensors of the folder.
-            whole: True: to make the whole model; False: to complete the groups in `present`.
-        """
-        groups = self._of_model
-        if not whole:
-            groups = {self.target(name): self._of_folder[name] for name in present}
-        absent = set[str]()
-        for name, group in groups.items():
-            twin = self._twins.get(name, group)
-            if not present.issuperset(twin.sources):
-                absent |= group.sources.keys() - present
-        return sorted(absent)
 
     def _is_tied_copy(self, group: TensorGroup) -> bool:
         return self._first[group.key] != group.key
@@ -400,7 +358,7 @@ def tensor_reader(headers: Mapping[str, Header]) -> Generator[Read]:
         yield read
 
 
-def _complete(
+def add_to_group(
     parts: PartialGroups,
     *,
     key: str,

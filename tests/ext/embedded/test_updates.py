@@ -18,7 +18,7 @@ from aiohttp import ClientSession
 
 from arealite.ext.embedded import group_member
 from arealite.ext.embedded.embedded_server import EmbeddedServer
-from arealite.impl.weights import process_group as groups
+from arealite.ext.weights import process_group as groups
 from tests.contracts.backends import Backend, Trainer, layouts, trainer_process
 from tests.fakes.embedded import embedded, weight_sum
 from tests.waiting import eventually

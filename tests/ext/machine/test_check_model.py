@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from arealite.cli.main import main
 from arealite.ext.machine import check_command
+from arealite.ext.prefix_trees import attention
 from arealite.ext.self_check import plain_copy
-from arealite.impl.engine import attention
-from arealite.impl.engine.fsdp import FSDPEngine
 from tests.cli.test_preflight_adapter import RANK, tiny_adapter
 from tests.cli.test_preflight_model import change_config, refused
 from tests.models import tiny_mixture, tiny_model
@@ -54,14 +53,14 @@ def test_dtype_of_an_offline_trainer_gives_the_bound(tmp_path: Path) -> None:
 def test_trainer_that_differs_is_a_fault(
     mixture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(layout: str, model: FSDPEngine, *rest: object) -> str:
-        for name, buffer in model.named_buffers():  # type: ignore[attr-defined]
+    def check_packable(model: Any) -> None:
+        for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
                 buffer *= 0.5
-        return real(layout, model, *rest)  # type: ignore[arg-type]
+        real(model)
 
-    real = attention.choose
-    monkeypatch.setattr(attention, "choose", choose)
+    real = attention.check_packable
+    monkeypatch.setattr(attention, "check_packable", check_packable)
     assert check_command.main(["--model", f"model.path={mixture}"]) == 1
     told = capsys.readouterr().out
     assert "Likely reason: rope theta:" in " ".join(told.split())

@@ -20,6 +20,9 @@ from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.publisher import PublishReport
 from arealite.ext.offline.supervised import PAIR_STATS, SFTTrainer
+from arealite.ext.step_metrics.token_metrics import token_metrics
+from arealite.ext.step_metrics.trajectory_metrics import trajectory_metrics
+from arealite.ext.step_metrics.update_metrics import update_metrics
 from arealite.ext.view import metric_names
 from arealite.ext.view.metric_names import catalogue, describe
 from arealite.impl.client.sglang_client import COUNTERS
@@ -51,9 +54,9 @@ def of_trajectories() -> Iterator[str]:
     waits = dict.fromkeys(waited(), 1.0)
     facts = {"source": "digits", "waits": waits, "reward": 1.0}
     seats = [header(f"g/0/{seat}", tokens, **facts) for seat in ("cop", "thief")]
-    yield from metrics.trajectory_metrics(seats, step=1)
+    yield from trajectory_metrics(seats, step=1)
     always = defaultdict[str, float](lambda: 1.0)
-    yield from metrics.token_metrics(always, always)
+    yield from token_metrics(always, always)
     yield from metrics.publish_metrics(PublishReport(version=1))
     yield from metrics.Stopwatch().lap()
 
@@ -76,7 +79,7 @@ def of_updates() -> Iterator[str]:
         for name, value in critic.items():
             if not name.startswith("routing_"):  # a critic replays no routing
                 stats[f"critic/{name}"] = value
-        yield from metrics.update_metrics([{name: float(v) for name, v in stats.items()}])
+        yield from update_metrics([{name: float(v) for name, v in stats.items()}])
     for name in {*SFTTrainer.stats, *PAIR_STATS}:
         yield from (f"train/{name}", f"eval/{name}")
 

@@ -126,7 +126,9 @@ print(sorted(name for name in sys.modules if name.startswith("arealite.ext.model
 
 
 @pytest.mark.processes
-def test_plain_run_imports_no_extension_of_models(model: Path) -> None:
+def test_plain_run_imports_only_what_each_engine_uses_of_models(model: Path) -> None:
     command = [sys.executable, "-c", PLAIN, str(model)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "['arealite.ext.models.engine_extensions']"
+    used = ("engine_extensions", "fast_linear", "output_head")
+    expected = [f"arealite.ext.models.{name}" for name in used]
+    assert run.stdout.splitlines()[-1] == str(expected)

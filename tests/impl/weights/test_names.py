@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from arealite.base.errors import InvariantError, UserError
+from arealite.ext.weights.updatable_tensors import UpdatableTensors
 from arealite.impl.engine.loading import empty_model
 from arealite.impl.weights.tensor_names import TensorNames
 from tests.families.configs import CONFIGS
@@ -90,7 +91,8 @@ def test_folder_with_another_prefix_keeps_it(prefix: str, tmp_path: Path) -> Non
 
 def test_parts_of_a_parameter_wait_for_each_other(tmp_path: Path) -> None:
     path = tiny_mixture(tmp_path, "qwen3_moe")
-    names, files = names_of(path), load_file(path / "model.safetensors")
+    names = UpdatableTensors(empty_model(path), path)
+    files = load_file(path / "model.safetensors")
     expected, parts, got = check_both_ways(path), {}, Tensors()
     for name in sorted(files, reverse=True):
         got |= names.to_model([(name, files[name])], parts)

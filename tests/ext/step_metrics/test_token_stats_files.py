@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.trainer import metrics
+from arealite.ext.step_metrics.token_stats_files import token_stats
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.system.ledger.token_stats import read
@@ -44,7 +44,7 @@ def test_token_stats_have_each_sampled_token() -> None:
     for number, each in enumerate(own.local):
         each.scatter("advantages", 0.5 - number)
     own.rows[0].fields["prox_logprobs"] = np.array([9.0, -1.0, -1.25, 1e6], np.float32)
-    stats = metrics.token_stats(own)
+    stats = token_stats(own)
     assert stats.trajectory_ids == ["a/0/agent", "a/1/agent"]
     assert stats.counts == [3, 2]
     nan = np.nan
@@ -57,7 +57,7 @@ def test_token_stats_have_each_sampled_token() -> None:
 
 
 def test_rank_without_rows_has_no_token_stats() -> None:
-    assert metrics.token_stats(rows(rank=1)).counts == []
+    assert token_stats(rows(rank=1)).counts == []
 
 
 def test_each_step_writes_a_token_stats_file(tmp_path: Path) -> None:

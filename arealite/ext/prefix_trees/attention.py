@@ -19,9 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from arealite.base.errors import UserError
 from arealite.base.log import get
-from arealite.impl.engine.head import decoder_of
+from arealite.ext.prefix_trees.packed_rows import PackedRows, PrefixTree
 from arealite.impl.engine.micro_batches import collate
-from arealite.impl.engine.packed_rows import PrefixTree
+from arealite.impl.engine.model import decoder_of
 
 log = get(__name__)
 NAME = "arealite_packed"
@@ -48,37 +48,13 @@ class ScoreOptions(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
-def choose(
-    layout: str,
-    model: PreTrainedModel,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
-    """Return `packed` or `padded` for `layout`, and set the attention of `model` accordingly.
-
-    `auto` packs on a CPU and in 16 bits on CUDA, where packing is fast, if the model supports it.
+def check_packable(model: PreTrainedModel) -> None:
+    """Check that rows of a model can be packed.
 
     Raises:
-        UserError: `layout` is packed, but tokens of the model depend on each other outside
-            attention, or its attention does not receive the bounds of rows.
+        UserError: Tokens of the model depend on each other outside attention, or its attention does
+            not receive the bounds of rows.
     """
-    if layout == "padded":
-        return "padded"
-    is_fast = device.type == "cpu" or dtype in LOW_PRECISION
-    if layout == "auto" and not is_fast:
-        return "padded"
-    try:
-        _check_packable(model)
-    except UserError:
-        if layout == "packed":
-            raise
-        return "padded"
-    model.set_attn_implementation(NAME)
-    return "packed"
-
-
-def _check_packable(model: PreTrainedModel) -> None:
-    """Raise UserError if tokens depend on each other outside attention, or attention fails."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     has_only_attention = layer_types <= {"full_attention", "sliding_attention"}
@@ -92,7 +68,8 @@ def _try_packed(model: PreTrainedModel) -> None:
     """Run the decoder of a copy on the meta device, so that `attend` checks its arguments."""
     trial: Any = copy.deepcopy(model)
     trial.to("meta").set_attn_implementation(NAME)
-    batch = collate([], torch.device("meta"), "packed")
+    meta = torch.device("meta")
+    batch = collate([], meta, PackedRows(meta))
     decoder = decoder_of(trial)
     model_name = type(model).__name__
     try:
@@ -203,7 +180,7 @@ def _attend_packed(
     if kernel is not None:
         flat_query, flat_key, flat_value = _flattened(query, key, value)
         flat_value = pad(flat_value, (0, width - value_width))  # the kernel needs one width
-        attended = kernel(flat_query, flat_key, flat_value, scores.scale)
+        attended = kernel.attend(flat_query, flat_key, flat_value, scores.scale)
         return attended[None, ..., :value_width]
     return _attend_by_node(
         query,

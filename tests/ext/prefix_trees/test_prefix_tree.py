@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.prefix_tree import MIN_SHARED, Forest, prefix_forest, tree_parts
+from arealite.ext.prefix_trees.prefix_tree import MIN_SHARED, Forest, prefix_forest, tree_parts
 
 rows_of = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), max_size=12)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.impl.weights.buckets import pack, unpack
+from arealite.ext.weights.buckets import pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
 SHAPES = st.lists(st.integers(0, 4), max_size=3)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from arealite.impl.engine import fingerprint as module
-from arealite.impl.engine.fingerprint import fingerprint
+from arealite.ext.replay import fingerprint as module
+from arealite.ext.replay.fingerprint import fingerprint
 from tests.impl.engine.helpers import make_engine
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-Named = tuple[str, torch.Tensor]
-"""A tensor and its name."""
+from arealite.api.engine import Named
+from arealite.impl.engine.hf_folder import split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +46,6 @@ class Bucket:
         """The tensors' bytes, copied into one uint8 [layout.num_bytes] on the same device."""
         tensor_bytes = [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
         return torch.cat(tensor_bytes)
-
-
-def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield contiguous tensors in parts of at most `max_bytes`, in order.
-
-    A larger tensor gets its own part. At most one part is held in memory at a time.
-    """
-    part = dict[str, torch.Tensor]()
-    part_bytes = 0
-    for name, tensor in weights:
-        if part and part_bytes + tensor.nbytes > max_bytes:
-            yield part
-            part = {}
-            part_bytes = 0
-        part[name] = tensor.detach().contiguous()
-        part_bytes += tensor.nbytes
-    if part:
-        yield part
 
 
 def pack(weights: Iterable[Named], max_bytes: int) -> Iterator[Bucket]:

@@ -16,14 +16,14 @@ the longest of these chains.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from arealite.api.hooks import PackedKernel
-from arealite.impl.engine.packed_rows import PrefixTree
+if TYPE_CHECKING:
+    from arealite.ext.prefix_trees.packed_rows import PrefixTree
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -38,11 +38,6 @@ groups of 8 answers of up to 8 tokens (0.8 million parameters): an update takes 
 with a call for each branch. In larger trees the mask costs about as much as these calls."""
 Positions = slice | Tensor
 """Positions among the N tokens: a slice, or int64."""
-
-
-def kernel_of(tree: PrefixTree) -> PackedKernel | None:
-    """Return the kernel of trees on a CPU (hook `packed_kernel`)."""
-    return KernelCalls(tree).attend if tree.device.type == "cpu" else None
 
 
 @dataclass(kw_only=True)
@@ -95,7 +90,7 @@ class KernelCall:
 class KernelCalls:
     """The calls of the kernel for the prefix trees of a micro-batch."""
 
-    def __init__(self, tree: PrefixTree) -> None:
+    def __init__(self, tree: "PrefixTree") -> None:
         self.bounds = tree.bounds
         self.parents = tree.parents
 
@@ -106,7 +101,10 @@ class KernelCalls:
         value: Tensor,
         scale: float,
     ) -> Tensor:
-        """Attend from [N, heads, D] to [N, heads, D]; see PackedKernel."""
+        """Attend causally within the trees, from [N, heads, D] to [N, heads, D], with gradients.
+
+        Keys and values may have fewer heads than queries. Scores are multiplied by `scale`.
+        """
         return TreeAttention.apply(query, key, value, self, scale)
 
     @cached_property

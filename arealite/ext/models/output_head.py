@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from arealite.algo.logprobs import LogitChange
 from arealite.base.errors import UserError, one_line
+from arealite.impl.engine.model import decoder_of
 
 PROBES = 4
 """Positions of a probe."""
@@ -56,16 +57,10 @@ class _Probe(NamedTuple):
         return cls(hidden, product)
 
 
-def decoder_of(module: Any) -> Any:
-    """Return the part of a causal language model that ends before its head."""
-    decoder = module.get_decoder()
-    if decoder is module:
-        return getattr(module, "model", decoder)
-    return decoder
-
-
 def logit_change(module: Any) -> LogitChange:
     """Return the change that the model's forward makes to `hidden · weightᵀ + bias`.
+
+    This function is the hook `logit_change`.
 
     The forward runs once, with stubs in place of the decoder and of the head: no weight is read,
     and parameters may be on the meta device.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from arealite.algo.logprobs import LogitChange
 from arealite.api.engine import LossInput
 from arealite.base.errors import UserError
-from arealite.impl.engine.head import logit_change
+from arealite.ext.models.output_head import logit_change
 from arealite.impl.engine.loading import empty_model
 from tests.impl.engine.helpers import assert_close, gradients, make_engine, make_rows
 from tests.models import tiny_model

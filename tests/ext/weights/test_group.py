@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arealite.impl.weights.process_group import join
+from arealite.ext.weights.process_group import join
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
-from arealite.impl.weights.process_group import join
+from arealite.ext.weights.process_group import join
 for number, port in enumerate(map(int, sys.argv[2:])):
     where, name = ("127.0.0.1", port), f"{sys.argv[1]}{number}"
     group = join(where, name, rank=1, world_size=2, backend="gloo", seconds=240.0)

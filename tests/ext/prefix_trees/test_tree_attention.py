@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from arealite.algo.prefix_tree import prefix_forest
-from arealite.ext.models import tree_attention
-from arealite.ext.models.tree_attention import KernelCalls
-from arealite.impl.engine.packed_rows import PrefixTree
+from arealite.ext.prefix_trees import tree_attention
+from arealite.ext.prefix_trees.packed_rows import PrefixTree
+from arealite.ext.prefix_trees.prefix_tree import prefix_forest
+from arealite.ext.prefix_trees.tree_attention import KernelCalls
 
 CPU, HEADS, KV_HEADS, WIDTH = torch.device("cpu"), 4, 2, 8
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from arealite.impl.weights.casting import computing_in
+from arealite.ext.weights.casting import computing_in
 from tests.models import tiny_model
 
 IDS = torch.arange(3, 20)[None]

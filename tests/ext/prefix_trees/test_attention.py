@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
+from arealite.api.engine_config import FSDPConfig
+from arealite.api.engine_extension import EngineSetup
 from arealite.base.errors import UserError
-from arealite.impl.engine import attention
+from arealite.ext.prefix_trees import attention
+from arealite.ext.prefix_trees.extension import prefix_trees
+from arealite.ext.prefix_trees.packed_rows import PackedRows, PrefixTree
+from arealite.ext.prefix_trees.prefix_tree import prefix_forest
 from arealite.impl.engine.micro_batches import collate
-from arealite.impl.engine.packed_rows import PrefixTree
 from tests.impl.engine.helpers import assert_close, gradients, make_engine, make_rows
 from tests.models import tiny_model
 
@@ -46,6 +49,25 @@ def rows_with_short_ones() -> list[Sequence]:
     return rows
 
 
+def packs(layout: str, module: Any, *, device: torch.device, dtype: str) -> bool:
+    """Return whether the extension packs the rows of a model; it then sets the attention."""
+    extension = prefix_trees(
+        EngineSetup(
+            config=FSDPConfig(layout=layout, dtype=dtype),  # type: ignore[arg-type]
+            module=module,
+            source=Path(),
+            head="lm",
+            device=device,
+            is_trained=True,
+            adapter=None,
+        )
+    )
+    if extension is None:
+        return False
+    extension.change_layers()
+    return extension.layout is not None
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "many": {"max_tokens_per_microbatch": 50},
@@ -61,7 +83,7 @@ def test_packed_and_padded_rows_have_equal_gradients(variant: str, model: Path) 
     both = []
     for layout in ("padded", "packed"):
         engine = make_engine(model, layout=layout, **VARIANTS[variant])
-        assert engine.layout == layout
+        assert (engine.layout is not None) == (layout == "packed")
         both.append((*gradients(engine, rows), engine.forward(rows)))
     (expected, expected_stats, outputs), (got, got_stats, packed_outputs) = both
     assert_close(got, expected)
@@ -96,7 +118,7 @@ def test_unpackable_model_family_is_refused_at_once_or_padded(
         make_engine(path, layout="packed")
     module, cuda = make_engine(path).module, torch.device("cuda")
     before = module.config._attn_implementation
-    assert attention.choose("auto", module, device=cuda, dtype=torch.bfloat16) == "padded"
+    assert not packs("auto", module, device=cuda, dtype="bfloat16")
     assert module.config._attn_implementation == before
 
 
@@ -159,7 +181,7 @@ def test_collate_packs_rows() -> None:
         mask = np.arange(len(tokens)) >= 1
         return Sequence(tokens=np.array(tokens, np.int32), loss_mask=mask, temperature=1.0)
 
-    batch = collate([row(5, 6, 7), row(8), row(9, 10)], CPU, "packed")
+    batch = collate([row(5, 6, 7), row(8), row(9, 10)], CPU, PackedRows(CPU))
     assert batch.input_ids_BW.tolist() == [[5, 6, 8, 9]]
     assert batch.index_N.tolist() == [0, 1, 3]
     assert batch.targets_N.tolist() == [6, 7, 10]
@@ -185,17 +207,17 @@ def test_packed_model_accepts_an_explicit_attention_mask(model: Path) -> None:
 
 def test_layout_auto_packs_on_cpus_and_16_bit_models_on_cuda_if_supported(model: Path) -> None:
     module = make_engine(model).module
-    cuda, low = torch.device("cuda"), torch.bfloat16
+    cuda, low = torch.device("cuda"), "bfloat16"
     module.set_attn_implementation("sdpa")
-    assert attention.choose("auto", module, device=cuda, dtype=torch.float32) == "padded"
+    assert not packs("auto", module, device=cuda, dtype="float32")
     assert module.config._attn_implementation == "sdpa"
-    assert attention.choose("auto", module, device=CPU, dtype=low) == "packed"
+    assert packs("auto", module, device=CPU, dtype=low)
     module.config.layer_types = ["linear_attention", "full_attention"]
-    assert attention.choose("auto", module, device=cuda, dtype=low) == "padded"
+    assert not packs("auto", module, device=cuda, dtype=low)
     with pytest.raises(UserError, match=r"cannot be packed: use engine\.fsdp\.layout=padded"):
-        attention.choose("packed", module, device=CPU, dtype=low)
+        packs("packed", module, device=CPU, dtype=low)
     module.config.layer_types = ["full_attention"] * 2
-    assert attention.choose("auto", module, device=cuda, dtype=low) == "packed"
+    assert packs("auto", module, device=cuda, dtype=low)
     assert module.config._attn_implementation == attention.NAME
 
 

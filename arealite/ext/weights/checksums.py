@@ -6,8 +6,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from arealite.api.engine import Named
 from arealite.base.errors import UserError
-from arealite.impl.weights.buckets import Named
 
 Sums = dict[str, tuple[int, float, float]]
 """(dimensions, norm, projection on a fixed vector) of each tensor by name. Copies of a tensor in

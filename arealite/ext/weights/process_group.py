@@ -5,39 +5,13 @@ created and destroyed as needed. SGLang creates its side in the same way, so nam
 backend must agree.
 """
 
-import socket
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-Address = tuple[str, int] | socket.socket
-"""Where the store of a rendezvous listens: on rank 0 the listening socket."""
-
-
-def open_store(
-    address: Address,
-    world_size: int,
-    timeout: timedelta,
-) -> TCPStore:
-    """Return the store of the rendezvous; rank 0 serves it on its socket, which this call consumes.
-
-    Without a socket, torch would listen on every interface.
-    """
-    if not isinstance(address, socket.socket):
-        return TCPStore(*address, world_size, timeout=timeout)
-    host, port = address.getsockname()[:2]
-    descriptor = address.detach()
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=descriptor,
-    )
+from arealite.impl.trainer.rank_group import Address, open_store
 
 
 def join(

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from arealite.algo import linear
+from arealite.algo import linear as blocks
+from arealite.algo.linear import MatrixProducts, products
+from arealite.ext.models import fast_linear as linear
+from arealite.ext.models.fast_linear import OneDNNProducts
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
@@ -38,7 +41,7 @@ def test_outputs_and_gradients_equal_those_of_torch(shape: tuple[int, ...], bias
 
 def test_gradients_of_a_sum_are_right_although_they_are_expanded() -> None:
     layer, hidden = nn.Linear(16, 24, bias=False), torch.randn(5, 16)
-    linear.linear(hidden, layer.weight).sum().backward()
+    OneDNNProducts().linear(hidden, layer.weight).sum().backward()
     assert layer.weight.grad is not None
     torch.testing.assert_close(layer.weight.grad, hidden.sum(0).expand(24, 16))
 
@@ -64,16 +67,18 @@ def test_new_weights_are_used_at_once() -> None:
 
 def test_products_of_transposed_views_equal_those_of_torch() -> None:
     left, right = torch.randn(9, 5).T, torch.randn(9, 7).T
-    torch.testing.assert_close(linear.product(left, right), left @ right.T)
+    torch.testing.assert_close(OneDNNProducts().product(left, right), left @ right.T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_is_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "BLOCK", 2)
+    monkeypatch.setattr(blocks, "BLOCK", 2)
     left, right, total = torch.randn(9, 5).T, torch.randn(7, 9), torch.ones(5, 7)
-    linear.add_product(total, left.to(dtype), right.to(dtype))
     tolerance = {} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
-    torch.testing.assert_close(total, left @ right.T + 1, **tolerance)
+    for products_of in (OneDNNProducts(), MatrixProducts()):
+        total.fill_(1.0)
+        products_of.add_product(total, left.to(dtype), right.to(dtype))
+        torch.testing.assert_close(total, left @ right.T + 1, **tolerance)
 
 
 def test_a_vector_is_computed_by_torch() -> None:
@@ -90,7 +95,7 @@ def test_other_dtypes_are_computed_by_torch(dtype: torch.dtype) -> None:
     expected = layer(hidden)
     linear.use_fast_linear(layer)
     assert torch.equal(layer(hidden), expected)
-    assert torch.equal(linear.product(hidden, layer.weight), hidden @ layer.weight.T)
+    assert torch.equal(OneDNNProducts().product(hidden, layer.weight), hidden @ layer.weight.T)
 
 
 def test_layers_that_have_a_forward_of_their_own_keep_it() -> None:
@@ -107,3 +112,6 @@ def test_without_oneDNN_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch)
     layer = nn.Linear(16, 24)
     linear.use_fast_linear(layer)
     assert "forward" not in vars(layer)
+    products.cache_clear()
+    assert type(products()) is MatrixProducts
+    products.cache_clear()

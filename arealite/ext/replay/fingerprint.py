@@ -20,7 +20,9 @@ MIXER = -0x40A7B892E31B1A47
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str:
-    """Return 16 hex digits of all tensors by name, equal on all ranks; they depend on the sharding.
+    """Return 16 hex digits of all tensors by name, equal on all ranks (hook `fingerprint`).
+
+    They depend on the sharding.
 
     A chunk's sum is Σ bits[i] · weight[i] mod 2^64 with odd weights, so one flipped bit always
     changes it; sums, names and ranks are then hashed in order.

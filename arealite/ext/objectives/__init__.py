@@ -1,0 +1,1 @@
+"""Further formulas of policy optimization, behind options of the algorithm."""

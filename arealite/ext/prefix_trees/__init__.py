@@ -1,0 +1,1 @@
+"""Computes tokens that rows share once, in packed micro-batches."""

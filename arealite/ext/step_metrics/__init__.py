@@ -1,0 +1,1 @@
+"""Measures the batches that a PPO trainer has trained."""
