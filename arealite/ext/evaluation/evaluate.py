@@ -85,7 +85,7 @@ def _output_file(config: EvaluateConfig) -> Path:
         return config.folder / "eval.json"
     out = Path(config.out).expanduser()
     if out.is_dir():
-        raise UserError(f"out={out}: is a folder. Name a file in an existing folder.")
+        raise UserError(f"out={out} is a folder. Name a file in an existing folder.")
     if not out.parent.is_dir():
         raise UserError(
             f"out={out}: its folder does not exist. Name a file in an existing folder.",
