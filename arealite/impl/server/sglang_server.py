@@ -93,7 +93,7 @@ class SGLangServer(LLMServer):
 
         Raises:
             UserError: the config is invalid, or a server was never healthy.
-            RoleError: all servers were given up.
+            RoleError: servers were given up: all, or some before the stop signal.
         """
         launches = await asyncio.to_thread(plan, self.config)
         loop = asyncio.get_running_loop()
@@ -108,8 +108,12 @@ class SGLangServer(LLMServer):
             for launch in launches:
                 server = SGLangProcess(launch, self.config, session)
                 tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
-        if not any(task.cancelled() for task in tasks):
-            raise RoleError("every SGLang server died repeatedly; the first errors are above.")
+        num_given_up = sum(not task.cancelled() for task in tasks)
+        if num_given_up:
+            raise RoleError(
+                f"{num_given_up} of {len(tasks)} SGLang servers died repeatedly; "
+                "the first errors are above."
+            )
 
 
 def plan(config: ServerConfig) -> list[Launch]:
