@@ -22,14 +22,9 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import exit_record
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
+from arealite.ext.clusters.placement import counts, needed_paths, not_shared
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import (
-    PARENT,
-    Child,
-    counts,
-    needed_paths,
-    not_shared,
-)
+from arealite.impl.launcher.processes import PARENT, Child
 from arealite.system.health.waits import Wait
 
 LOST = -signal.SIGKILL

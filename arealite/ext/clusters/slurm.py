@@ -16,9 +16,10 @@ from typing import NamedTuple
 from arealite.api.experiment_config import ExperimentConfig, name_dir
 from arealite.base.errors import UserError
 from arealite.base.signals import OWN_STOP
+from arealite.ext.clusters.placement import counts, needed_paths, not_shared
 from arealite.ext.clusters.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, counts, needed_paths, not_shared
+from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.supervisor import Role
 from arealite.system.health.waits import Wait
 

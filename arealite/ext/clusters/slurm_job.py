@@ -14,7 +14,7 @@ from subprocess import DEVNULL, PIPE
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
-from arealite.impl.launcher.processes import counts
+from arealite.ext.clusters.placement import counts
 
 PARTS = {"llm_server": "servers", "rollout": "workers", "trainer": "trainers"}
 """The part of the job that runs a role. The datapipe is a child of the supervisor."""

@@ -60,10 +60,43 @@ def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
         f"at {address}",
         flush=True,
     )
-    store = rank_group.serve_store(config.cluster.bound) if rank == 0 else None
+    store = serve_store(config.cluster.bound) if rank == 0 else None
     os.environ[rank_group.SHARED_STORE] = "True"
     yield
     del store
+
+
+def serve_store(host: str) -> object:
+    """Serve the store of the ranks at MASTER_PORT, as torchrun's agent does.
+
+    Args:
+        host: Address on which this process, rank 0, listens.
+
+    Returns:
+        The store. It is served as long as this object exists.
+
+    Raises:
+        UserError: Rank 0 cannot listen at MASTER_PORT.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        listener = socket.create_server((host, port)).detach()
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={port}: rank 0 cannot listen on it: {error.strerror}. "
+            "Use a free port, the same for all ranks."
+        ) from error
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    return TCPStore(
+        host,
+        port,
+        world_size=None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def read_rank(variables: Mapping[str, str]) -> tuple[int, int]:

@@ -319,39 +319,6 @@ def rank_environments(
     ]
 
 
-def counts(config: ExperimentConfig) -> dict[str, int]:
-    """Return the largest number of processes of each role that a cluster places.
-
-    The datapipe is not included: it runs beside the supervisor.
-    """
-    options = config.launcher
-    if config.trainer.is_offline:
-        return {"trainer": options.trainer_ranks}
-    return {
-        "llm_server": options.llm_servers,
-        "rollout": max(options.rollout_workers, options.max_workers),
-        "trainer": options.trainer_ranks,
-    }
-
-
-def needed_paths(config: ExperimentConfig) -> list[Path]:
-    """Return the paths that a role on another host reads, besides the run's folders."""
-    paths = [Path(sys.executable), Path.cwd()]
-    for folder in (config.model.path, config.model.adapter):
-        if folder:
-            paths.append(Path(folder).expanduser().absolute())
-    return paths
-
-
-def not_shared(path: object, here: str, host: str) -> UserError:
-    """Return the error for a path that exists on host `here` and not on `host`."""
-    return UserError(
-        f"{path} is not shared between {here} and {host}. "
-        "The working directory, cluster.run_root, cluster.name_root, model.path and Python "
-        "must be on a file system that every node mounts."
-    )
-
-
 def threads(count: int) -> dict[str, str]:
     """Return the environment that limits maths libraries to `count` threads a process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import RoleError
 from arealite.impl.weights.process_group import open_store
 from arealite.system.health.waits import OTHER_RANKS, Wait, counters
 
@@ -140,37 +140,6 @@ class World:
         return Wait(
             event=f"collective {number:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS
         )
-
-
-def serve_store(host: str) -> TCPStore:
-    """Serve the store of the ranks at MASTER_PORT, as torchrun's agent does.
-
-    Args:
-        host: Address on which this process, rank 0, listens.
-
-    Returns:
-        The store. It is served as long as this object exists.
-
-    Raises:
-        UserError: Rank 0 cannot listen at MASTER_PORT.
-    """
-    port = int(os.environ["MASTER_PORT"])
-    try:
-        listener = socket.create_server((host, port)).detach()
-    except OSError as error:
-        raise UserError(
-            f"MASTER_PORT={port}: rank 0 cannot listen on it: {error.strerror}. "
-            "Use a free port, the same for all ranks."
-        ) from error
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    return TCPStore(
-        host,
-        port,
-        world_size=None,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
 
 
 def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
