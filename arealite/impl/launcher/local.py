@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.hooks import LedgerAudit, RunCompanion
 from arealite.api.launcher import Launcher
 from arealite.base import entries, exit_record
-from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.base.errors import ArealiteError, RoleError, UserError, one_line
 from arealite.base.signals import on_stop
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher import processes, supervisor
@@ -113,7 +113,7 @@ class LocalLauncher(Launcher, Supervisor):
         on_stop(loop, self._on_stop)
         vitals.watch(loop)
         companions = entries.results(self._on_start, self.config, self.say)
-        self._companions = [asyncio.ensure_future(work) for work in companions]
+        self._companions = [asyncio.ensure_future(self._accompany(work)) for work in companions]
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)
@@ -136,6 +136,13 @@ class LocalLauncher(Launcher, Supervisor):
                 await asyncio.to_thread(clear_leftovers, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
+
+    async def _accompany(self, work: Coroutine[object, object, None]) -> None:
+        """Await a companion of the run (hook `run_started`), whose error does not end the run."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  (of any package)
+            self.say(f"warning: {one_line(error)}")
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether to report a finding. The supervisor reports deaths of its own roles."""

@@ -309,6 +309,26 @@ open({str(done)!r}, "w")
     assert shown.count("(1 of 1)") == 4
 
 
+def test_error_of_a_companion_is_one_warning_and_the_run_continues(tmp_path: Path):
+    async def serve() -> None:
+        raise UserError("view.port=80 is in use.\nTake another port.")
+
+    failed = tmp_path / "failed"
+    scripts = {"datapipe": "pass", "rollout": "pass", "trainer": after(failed)}
+    launcher = ScriptedLauncher(tmp_path, scripts)
+    launcher._on_start = [lambda config, say: serve()]
+    shown = list[str]()
+
+    def say(line: str) -> None:
+        shown.append(line)
+        if "view.port" in line:
+            failed.touch()
+
+    launcher.progress.say = say  # type: ignore[method-assign]
+    assert launcher.run() == 0, shown
+    assert "warning: view.port=80 is in use. Take another port." in shown
+
+
 @pytest.mark.parametrize("code", [2, 3])
 def test_wrong_input_and_invariant_errors_are_not_retried(tmp_path: Path, code: int):
     scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
