@@ -5,6 +5,7 @@ there; a process that is killed, or is another program, writes none.
 """
 
 import os
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -18,6 +19,13 @@ VARIABLE = "AREALITE_EXIT_RECORD"
 """Environment variable with the path of the record."""
 MAX_REASON = 500
 """Longest reason, in characters."""
+REPEATABLE = """
+ArithmeticError AssertionError AttributeError ImportError IndexError KeyError ModuleNotFoundError
+NameError NotImplementedError RuntimeError TypeError UnboundLocalError ValueError ZeroDivisionError
+"""
+"""Exceptions that follow from code and data. Those of memory, network and disk are others."""
+COLLECTIVES = os.path.join("torch", "distributed", "")
+"""Part of the file name of torch's code for collectives, whose exceptions other ranks may cause."""
 
 
 class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +36,15 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     message of the exception, in an exception group that of the last leaf."""
     is_deliberate: bool
     """Whether it is an ArealiteError: a wrong input, a broken invariant, a lost role."""
+    origin: str = ""
+    """The innermost line of the exception's traceback; "" for a deliberate error."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same exception at the same line will follow if nothing changes."""
+        name, _, message = self.reason.partition(":")
+        is_outside = "CUDA" in message or COLLECTIVES in self.origin
+        return name in REPEATABLE.split() and not (self.is_deliberate or is_outside)
 
 
 _files: list[Path] = []
@@ -82,7 +99,8 @@ def record_of(error: BaseException) -> ExitRecord:
     if error_class.__module__ not in ("builtins", "__main__"):
         name = f"{error_class.__module__}.{name}"
     reason = f"{name}: {first_line}" if first_line else name
-    return ExitRecord(reason=_cut(reason), is_deliberate=False)
+    innermost = traceback.format_tb(leaf.__traceback__)[-1:]
+    return ExitRecord(reason=_cut(reason), is_deliberate=False, origin="".join(innermost))
 
 
 def _last_leaf(error: BaseException) -> BaseException:

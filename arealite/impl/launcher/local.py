@@ -19,6 +19,7 @@ from arealite.api.hooks import LedgerAudit, RunCompanion
 from arealite.api.launcher import Launcher
 from arealite.base import entries, exit_record
 from arealite.base.errors import ArealiteError, RoleError, UserError, one_line
+from arealite.base.exit_record import ExitRecord
 from arealite.base.signals import on_stop
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher import processes, supervisor
@@ -79,6 +80,8 @@ class LocalLauncher(Launcher, Supervisor):
         self._end = ""
         """The error that ended the run."""
         self._names = NameRegistry.of(config)
+        self._rank_failures: dict[tuple[ExitRecord, float], Child] = {}
+        """The first death of the ranks by an exception after a number of steps."""
         self.local_ranks = self.options.trainer_ranks
         """Number of ranks on this host; they have its first GPUs."""
         self.starter: RoleStarter | None = None
@@ -253,7 +256,22 @@ class LocalLauncher(Launcher, Supervisor):
         if self._stops and role is self.trainer:
             code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
             raise RoleFailed(f"{dead.exit_summary} while the run was being stopped", code)
+        if role is self.trainer and dead.code > 0:
+            self._check_ranks(dead)
         return True
+
+    def _check_ranks(self, dead: Child) -> None:
+        """Check that no rank ended as one did before, without a trained step in between.
+
+        Raises:
+            RoleFailed: one did, by an exception that a restart does not cure.
+        """
+        for rank in self.trainer.children:
+            record = rank.failure_record
+            if record is not None and record.is_repeatable:
+                first = self._rank_failures.setdefault((record, self.mark()), dead)
+                if first is not dead:
+                    raise RoleFailed(f"twice at the same step: {rank.exit_report}", rank.code)
 
     def mark(self) -> float:
         """Return the number of trained steps."""

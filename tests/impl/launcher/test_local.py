@@ -309,6 +309,92 @@ open({str(done)!r}, "w")
     assert shown.count("(1 of 1)") == 4
 
 
+def rank_that_raises(statement: str, *, lives: Path, enough: int = 10**6) -> str:
+    """Return a trainer whose rank 0 fails by a statement, before its life number `enough`."""
+    return f"""
+import os, sys
+from arealite.base import exit_record
+lives = {str(lives)!r}
+if os.environ["RANK"] == "0":
+    open(lives, "a").write("x")
+    exit_record.claim()
+    if os.path.getsize(lives) < {enough}:
+        try:
+            {statement}
+        except Exception as error:
+            exit_record.write(error)
+            sys.exit(1)
+else:
+    {UNTIL_TERM.replace(chr(10), chr(10) + "    ")}
+"""
+
+
+def test_rank_that_fails_twice_with_one_exception_at_a_step_ends_the_run(tmp_path: Path):
+    trainer = rank_that_raises("raise ValueError('no such column')", lives=tmp_path / "lives")
+    code, shown, launcher = run(
+        tmp_path, restarts=5, datapipe=UNTIL_TERM, rollout=UNTIL_TERM, trainer=trainer
+    )
+    assert code == 1
+    assert shown.count("started again") == 1
+    last = shown[shown.index("error: ") :]
+    assert last.startswith("error: twice at the same step: trainer-0 died (exit code 1)")
+    assert "ValueError: no such column" in last
+    assert_nothing_survives(launcher)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "raise ConnectionResetError('by peer')",
+        "raise MemoryError",
+        "raise OSError(28, 'No space left on device')",
+        "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
+        "raise type('OutOfMemoryError', (RuntimeError,), {})('of a device')",
+        "raise ValueError(f'life {os.path.getsize(lives)}')",
+        "from arealite.base.errors import RoleError; raise RoleError('the datapipe is gone')",
+        "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "sys.exit(7)",
+        "import torch.distributed; torch.distributed.barrier()",
+    ],
+)
+def test_failures_that_a_restart_may_cure_keep_the_whole_budget(tmp_path: Path, statement: str):
+    done = tmp_path / "lives"
+    trainer = rank_that_raises(statement, lives=done, enough=4)
+    trainer = trainer.replace(UNTIL_TERM.replace("\n", "\n    "), "pass")
+    scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": trainer}
+    _, shown, _ = run(tmp_path, restarts=3, drain_s=0.1, **scripts)
+    assert "started again (3 of 3)" in shown
+    assert "twice at the same step" not in shown
+
+
+def test_trained_step_between_two_equal_exceptions_keeps_the_run(tmp_path: Path):
+    lives = tmp_path / "lives"
+    step = trains(0).replace('"step": 0', '"step": os.path.getsize(lives)')
+    failing = f"exec({step!r}); raise ValueError('again')"
+    trainer = rank_that_raises(failing, lives=lives, enough=4)
+    trainer = trainer.replace(UNTIL_TERM.replace("\n", "\n    "), "pass")
+    _, shown, _ = run(
+        tmp_path,
+        restarts=1,
+        steps=9,
+        drain_s=0.1,
+        datapipe=UNTIL_TERM,
+        rollout="pass",
+        trainer=trainer,
+    )
+    assert shown.count("started again (1 of 1)") == 3
+
+
+def test_exception_of_a_worker_keeps_the_whole_budget(tmp_path: Path):
+    worker = rank_that_raises("raise ValueError('always')", lives=tmp_path / "lives")
+    worker = worker.replace('os.environ["RANK"]', '"0"')
+    code, shown, _ = run(
+        tmp_path, restarts=2, datapipe=UNTIL_TERM, rollout=worker, trainer=UNTIL_TERM
+    )
+    assert code == 1
+    assert "3 times without a further trained step" in shown
+
+
 def test_error_of_a_companion_is_one_warning_and_the_run_continues(tmp_path: Path):
     async def serve() -> None:
         raise UserError("view.port=80 is in use.\nTake another port.")
