@@ -16,7 +16,7 @@ from pathlib import Path
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child
-from arealite.system.health import waits
+from arealite.system.health import vitals, waits
 from arealite.system.health.diagnosis import Cause, Finding, examine
 
 ROLE = "AREALITE_ROLE"
@@ -142,6 +142,18 @@ class Role:
     leaving: bool = False
     """Whether it was stopped before the end of the run."""
 
+    def note_stopped(self) -> None:
+        """Publish with the wait for the role to be up whether one of its processes is stopped."""
+        wait = self.budget.wait
+        wait.stopped_pid = 0
+        for child in self.children:
+            if vitals.is_stopped(child.pid):
+                wait.stopped_pid = child.pid
+                if len(self.children) > 1:
+                    wait.on = child.name
+                return
+        wait.note_sign()
+
     async def end(self) -> Child | None:
         """Wait until one of its processes died, and return it; None: all ended as planned."""
         exits = {asyncio.ensure_future(child.process.wait()): child for child in self.children}
@@ -227,6 +239,7 @@ class Supervisor(ABC):
             has_started = await asyncio.to_thread(self.is_up, role)
             if has_started and role.budget.mark_up(self.mark()):
                 return
+            role.note_stopped()
             await asyncio.sleep(EXAMINE_S)
 
     async def clear(self, role: Role) -> None:

@@ -20,7 +20,13 @@ import msgspec
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
 from arealite.system.clocks import folder_time
-from arealite.system.health.vitals import BEAT_S, Vitals, Waits, cpu_times, process_state
+from arealite.system.health.vitals import (
+    BEAT_S,
+    Vitals,
+    Waits,
+    cpu_times,
+    process_state,
+)
 from arealite.system.health.waits import (
     GROUP_FILTER,
     ITSELF,
@@ -102,13 +108,7 @@ class RoleStatus:
         """Return the finding about this role alone; None if the role is healthy."""
         pid = self.vitals.pid
         if self.state in ("T", "t"):
-            detail = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
-            return Finding(
-                blocker=self.name,
-                cause="stopped",
-                since_s=self.age_s,
-                detail=detail,
-            )
+            return _stopped(self.name, self.age_s, pid)
         if self.state in ("X", "Z"):
             return Finding(
                 blocker=self.name,
@@ -186,6 +186,16 @@ class RoleStatus:
             if num_slices <= FEW_TIMESLICES and _is_runnable(pid, thread):
                 share = max(share, (passed_s - sleep_s - ran_s) / (late_s - sleep_s))
         return min(1.0, share)
+
+
+def _stopped(name: str, since_s: float, pid: int) -> Finding:
+    return Finding(
+        blocker=name,
+        cause="stopped",
+        since_s=since_s,
+        detail=f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it",
+        pid=pid,
+    )
 
 
 def _is_runnable(pid: int, thread: int) -> bool:
@@ -318,9 +328,11 @@ class WaitGraph:
         ]
 
     def restarted(self) -> Iterator[Finding]:
-        """Find roles whose parent is starting or restarting them."""
+        """Find roles whose parent starts or restarts them, and roles stopped meanwhile."""
         for role, wait, _ in self.all:
-            if wait.owner == SUPERVISOR:
+            if wait.stopped_pid and role.state:
+                yield _stopped(wait.on, wait.quiet_s + role.age_s, wait.stopped_pid)
+            elif wait.owner == SUPERVISOR:
                 cause: Cause = "crashing" if wait.detail else "starting"
                 detail = f"{wait.event}: {wait.detail or 'the process is not ready yet'}"
                 yield Finding(

@@ -27,6 +27,7 @@ from arealite.ext.audit.audit import audit
 from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
+from arealite.system.health import vitals
 from tests.waiting import has_exited, until, until_exited
 
 RUN = """
@@ -538,6 +539,32 @@ def test_stopped_child_is_reported_killed_and_restarted(tmp_path: Path):
     assert "rollout-0 is stopped: " in text
     assert "rollout-0 died (killed by SIGKILL); started again (1 of 5)" in text
     assert not stale.exists()
+
+
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_child_stopped_before_its_first_vitals_is_reported_and_restarted(tmp_path: Path, role: str):
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    stops = "os.kill(os.getpid(), signal.SIGSTOP)"
+    ends = f"open({str(done)!r}, 'w')\n" + after(done)
+    scripts = dict.fromkeys(["datapipe", "rollout", "trainer"], after(done))
+    scripts[role] = nth(lives, stops, then=ends)
+    if role == "trainer":  # rank 1 alone is stopped
+        script_by_rank = {"0": after(done), "1": scripts[role]}
+        scripts[role] = f"import os\nexec({script_by_rank}[os.environ['RANK']])"
+    launcher = ScriptedLauncher(tmp_path, scripts, restarts=5, silent_s=1.0)
+    launcher.vitals.mkdir(parents=True)
+    shown: list[str] = []
+    launcher.progress.say = shown.append  # type: ignore[method-assign]
+    vitals.start("launcher-0", launcher.vitals)
+    try:
+        assert launcher.run() == 0, shown
+    finally:
+        assert vitals._recorder is not None
+        vitals._recorder.close()
+    text = "\n".join(shown)
+    name = "trainer-1" if role == "trainer" else "rollout-0"
+    assert f"{name} is stopped: SIGSTOP or a debugger stopped pid " in text
+    assert f"{name} died (killed by SIGKILL); started again (1 of 5)" in text
 
 
 # ---------------------------------------------------------------- stopping
