@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +64,11 @@ def edited(folder: Path, **fields: Any) -> Path:
 def write(folder: Path, family: str = "qwen2", **fields: Any) -> Path:
     make: Any = tiny_mixture if family in MIXTURES else tiny_model
     return make(folder / "model", family=family, **{"init_std": 0.1} | fields)
+
+
+def one_after_the_other(_: int) -> ThreadPoolExecutor:
+    """Return a pool that makes one request at a time, so that all batches are those of each run."""
+    return ThreadPoolExecutor(1)
 
 
 class Run:
@@ -141,8 +147,10 @@ def _group(group: None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "deepseek_v3", "qwen3_moe"])
 def test_sound_run_passes_and_reports_small_differences(
-    tmp_path: Path, family: str, dtype: str
+    tmp_path: Path, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family in MIXTURES:  # near ties, the batch of a token decides which experts compute it
+        monkeypatch.setattr(check_module, "ThreadPoolExecutor", one_after_the_other)
     fields = {"sliding_window": 16} if family == "mistral" else {}
     found = Run(write(tmp_path, family, **fields), dtype=dtype).check()
     assert len(found) == 2
