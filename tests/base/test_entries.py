@@ -200,7 +200,7 @@ def test_broken_entry_point_is_one_line(
     start = "error: the entry point broken_package:Room of an installed package cannot be loaded: "
     words = " ".join(shown.split())
     assert words.startswith(start) and reason in words, shown
-    assert "Traceback" not in shown and words.endswith("Update that package, or remove it.")
+    assert "Traceback" not in shown and words.endswith("or update that package, or remove it.")
 
 
 @pytest.mark.parametrize("content", [b"[arealite.env]\nnonsense\n", b"\xff\xfe"])
