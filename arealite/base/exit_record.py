@@ -99,7 +99,7 @@ def record_of(error: BaseException) -> ExitRecord:
     if error_class.__module__ not in ("builtins", "__main__"):
         name = f"{error_class.__module__}.{name}"
     reason = f"{name}: {first_line}" if first_line else name
-    innermost = traceback.format_tb(leaf.__traceback__)[-1:]
+    innermost = traceback.format_tb(leaf.__traceback__, -1)
     return ExitRecord(reason=_cut(reason), is_deliberate=False, origin="".join(innermost))
 
 

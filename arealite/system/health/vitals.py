@@ -290,8 +290,8 @@ def process_state(pid: int, thread: int = 0) -> tuple[str, int] | None:
 
 def is_stopped(pid: int) -> bool:
     """Return whether SIGSTOP or a debugger stopped a process."""
-    state, _ = process_state(pid) or ("", 0)
-    return state in ("T", "t")
+    state = (process_state(pid) or "X")[0]
+    return state in "Tt"
 
 
 def cpu_times(pid: int, thread: int) -> CpuTimes | None:
