@@ -38,6 +38,8 @@ from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.micro_batches import MicroBatch, collate
 from arealite.impl.trainer.rank_group import World
 from tests.fakes.embedded import running, server_config
+from tests.families import folders
+from tests.families.configs import CONFIGS
 from tests.impl.engine.helpers import make_engine
 from tests.models import MIXTURES, tiny_mixture, tiny_model
 
@@ -451,3 +453,23 @@ def test_rows_padded_on_the_wrong_side_are_named(
     run = Run(write(tmp_path), dtype=dtype, layout="padded")
     monkeypatch.setattr(fsdp, "collate", left_padded)
     assert "padding: a row's log-probabilities depend on the other rows" in run.refusal()
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_trainer_of_a_state_space_model_is_as_near_as_plain_transformers_in_bfloat16(
+    tmp_path: Path, family: str
+) -> None:
+    """The last norm of these models returns float32, and their head has bfloat16 weights."""
+    folder = folders.write(folders.build(family, CONFIGS[family]), tmp_path / "model")
+    rng = np.random.default_rng(0)
+    rows = [
+        Sequence(tokens=rng.integers(8, 48, size).astype(np.int32), loss_mask=np.arange(size) > 0)
+        for size in (25, 36, 72)
+    ]
+    plain = plain_copy.PlainModel(folder)
+    exact = [plain.exact(row) for row in rows]
+    scored = make_engine(folder, dtype="bfloat16", layout="padded").forward(rows)["logprobs"]
+    pairs = zip(scored, exact, strict=True)
+    differences = [abs(ours[-len(theirs) :] - theirs).mean() for ours, theirs in pairs]
+    noise = [row.mean() for row in plain.noise(rows, "bfloat16")]
+    assert 0 < max(differences) < 2 * max(noise)
