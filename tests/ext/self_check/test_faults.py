@@ -462,10 +462,11 @@ def test_trainer_of_a_state_space_model_is_as_near_as_plain_transformers_in_bflo
     """The last norm of these models returns float32, and their head has bfloat16 weights."""
     folder = folders.write(folders.build(family, CONFIGS[family]), tmp_path / "model")
     rng = np.random.default_rng(0)
-    rows = [
-        Sequence(tokens=rng.integers(8, 48, size).astype(np.int32), loss_mask=np.arange(size) > 0)
-        for size in (25, 36, 72)
-    ]
+    rows = list[Sequence]()
+    for size in (25, 36, 72):
+        tokens_T = rng.integers(8, 48, size).astype(np.int32)
+        mask_T = np.arange(size) > 0
+        rows.append(Sequence(tokens=tokens_T, loss_mask=mask_T, temperature=1.0))
     plain = plain_copy.PlainModel(folder)
     exact = [plain.exact(row) for row in rows]
     scored = make_engine(folder, dtype="bfloat16", layout="padded").forward(rows)["logprobs"]
