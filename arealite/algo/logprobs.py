@@ -66,6 +66,7 @@ def token_logprobs(
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply  # pyright: ignore
     weight, bias, change = head
+    hidden_NH = hidden_NH.to(weight.dtype)  # Mamba's last norm returns float32 in every dtype
     return apply(hidden_NH, weight, bias, targets_N, temperature_N, (change, chunk))
 
 

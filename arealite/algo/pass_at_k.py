@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import comb, sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
 Z_95 = 1.959964
@@ -64,21 +64,4 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None
         mean=mean,
         low=max(0.0, centre - half_width),
         high=min(1.0, centre + half_width),
-    )
-
-
-def mean_of_tasks(values: Sequence[float]) -> Estimate:
-    """Average one value per task, with the normal confidence interval.
-
-    The interval treats tasks, not samples, as independent: samples of one task are correlated
-    (clustered standard errors, Miller 2024, arXiv:2411.00640).
-    """
-    mean = fmean(values)
-    half_width = float("inf")
-    if len(values) > 1:
-        half_width = Z_95 * stdev(values) / sqrt(len(values))
-    return Estimate(
-        mean=mean,
-        low=mean - half_width,
-        high=mean + half_width,
     )

@@ -325,7 +325,7 @@ RunCompanion = Callable[
 """Hook `run_started`: return a coroutine to run beside a launcher until the run ends, or None.
 
 A launcher calls it before it starts a role, with the config and a function that prints a line. An
-error of the coroutine does not end the run."""
+error of the coroutine is one warning and does not end the run."""
 
 
 class WatchedSupervisor(Protocol):

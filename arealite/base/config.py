@@ -456,12 +456,8 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     """Convert an OmegaConf error to one line with the key, the error and a suggestion."""
     key = error.full_key or ""
     if isinstance(error, ConfigKeyError):
-        name = _leaf(key)
-        module = module_named(name)
-        import_hint = ""
-        if module != UNNAMED:
-            import_hint = f" If {name} is your own, add imports=[{module}]."
-        return f"unknown key '{key}'.{_suggest(key, schema)}{import_hint}"
+        hint = _part_hint(_leaf(key), error.object_type)
+        return f"unknown key '{key}'.{_suggest(key, schema)}{hint}"
     old_value: object = getattr(error, "value", None)
     for path, item, _ in leaves(schema):
         new_name = _new_name(item, old_value)
@@ -472,6 +468,22 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
         empty = f"""{key}='""'"""
         return f"{key} has no value. Write {key}=VALUE, or remove it; {empty} is an empty text."
     return f"{key}: {problem}." if key else f"{problem}."
+
+
+def _part_hint(name: str, section: Any) -> str:
+    """Return how the options of a part `name` become known; "" if `section` has no parts."""
+    module = module_named(name)
+    if module != UNNAMED:
+        return f" If {name} is your own, add imports=[{module}]."
+    kinds = {}
+    if dataclasses.is_dataclass(section):
+        kinds = {item.name: kind_of(item) for item in dataclasses.fields(section)}
+    if not any(kinds.values()) or difflib.get_close_matches(name, kinds):
+        return ""
+    return (
+        f" If {name} is a part of another package, install the package, with the extra that offers "
+        f"{name}; `arealite info` lists all installed parts."
+    )
 
 
 def range_of(item: dataclasses.Field[object]) -> str:

@@ -80,7 +80,8 @@ def load(target: str) -> Any:
     except (Exception, SystemExit) as error:
         raise UserError(
             f"the entry point {target} of an installed package cannot be loaded: "
-            f"{type(error).__name__}: {one_line(error)}. Update that package, or remove it."
+            f"{type(error).__name__}: {one_line(error)}. Install what it lacks, "
+            "perhaps an extra of that package; or update that package, or remove it."
         ) from error
 
 

@@ -5,6 +5,7 @@ there; a process that is killed, or is another program, writes none.
 """
 
 import os
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,13 @@ ERROR = "error: "
 """Prefix of the line in which a command reports a deliberately raised error."""
 MAX_REASON = 500
 """Longest reason, in characters."""
+REPEATABLE = """
+ArithmeticError AssertionError AttributeError ImportError IndexError KeyError ModuleNotFoundError
+NameError NotImplementedError RuntimeError TypeError UnboundLocalError ValueError ZeroDivisionError
+"""
+"""Exceptions that follow from code and data. Those of memory, network and disk are others."""
+COLLECTIVES = os.path.join("torch", "distributed", "")
+"""Part of the file name of torch's code for collectives, whose exceptions other ranks may cause."""
 
 
 class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +38,15 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     message of the exception, in an exception group that of the last leaf."""
     is_deliberate: bool
     """Whether it is an ArealiteError: a wrong input, a broken invariant, a lost role."""
+    origin: str = ""
+    """The innermost line of the exception's traceback; "" for a deliberate error."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same exception at the same line will follow if nothing changes."""
+        name, _, message = self.reason.partition(":")
+        is_outside = "CUDA" in message or COLLECTIVES in self.origin
+        return name in REPEATABLE.split() and not (self.is_deliberate or is_outside)
 
 
 _files: list[Path] = []
@@ -84,7 +101,8 @@ def record_of(error: BaseException) -> ExitRecord:
     if error_class.__module__ not in ("builtins", "__main__"):
         name = f"{error_class.__module__}.{name}"
     reason = f"{name}: {first_line}" if first_line else name
-    return ExitRecord(reason=_cut(reason), is_deliberate=False)
+    innermost = traceback.format_tb(leaf.__traceback__, -1)
+    return ExitRecord(reason=_cut(reason), is_deliberate=False, origin="".join(innermost))
 
 
 def _last_leaf(error: BaseException) -> BaseException:

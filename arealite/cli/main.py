@@ -25,12 +25,16 @@ COMMANDS: dict[str, str] = read_toml(__file__, "help.toml")
 def usage() -> str:
     """Return the text of `arealite --help`."""
     lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
+    foot = "\narealite COMMAND --help shows the options of a command."
     for name, target in entries.installed(GROUP).items():
         package = target.partition(".")[0].partition(":")[0]
-        lines.append(f"  {name:<10} of the installed package {package}")
+        if name in entries.own(GROUP):
+            foot += f"\nThe command {name} of the installed package {package} never runs: "
+            foot += "AReaLite has a command of this name."
+        else:
+            lines.append(f"  {name:<10} of the installed package {package}")
     head = f"arealite {__version__}\nusage: arealite COMMAND [options] [key=value …]\n"
-    foot = "arealite COMMAND --help shows the options of a command."
-    return "\n".join([head, *lines, "", foot])
+    return "\n".join([head, *lines, foot])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

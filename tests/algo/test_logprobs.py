@@ -103,6 +103,18 @@ def test_bf16_inputs_give_close_float32_results() -> None:
     assert low[0].grad.dtype == torch.bfloat16
 
 
+def test_float32_hidden_states_before_a_bf16_head_are_rounded_to_it() -> None:
+    hidden, weight, targets, temperature = inputs(20, 16, 50)
+    head = OutputHead(weight.detach().bfloat16())
+    options = {"temperature_N": temperature, "chunk": 6}
+    ours = token_logprobs(hidden, head, targets, **options)
+    rounded = token_logprobs(hidden.detach().bfloat16(), head, targets, **options)
+    torch.testing.assert_close(ours, rounded, rtol=0, atol=0)
+    ours[0].sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+
+
 def test_logprobs_of_no_tokens_have_zero_gradient() -> None:
     hidden, weight, targets, temperature = inputs(0, 16, 50)
     logprobs, entropy = token_logprobs(

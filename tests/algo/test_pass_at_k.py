@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.pass_at_k import default_ks, mean_of_tasks, mean_pass_at_k, pass_at_k
+from arealite.algo.pass_at_k import default_ks, mean_pass_at_k, pass_at_k
+from arealite.ext.evaluation.evaluate import mean_of_tasks
 
 
 @given(

@@ -200,7 +200,7 @@ def test_broken_entry_point_is_one_line(
     start = "error: the entry point broken_package:Room of an installed package cannot be loaded: "
     words = " ".join(shown.split())
     assert words.startswith(start) and reason in words, shown
-    assert "Traceback" not in shown and words.endswith("Update that package, or remove it.")
+    assert "Traceback" not in shown and words.endswith("or update that package, or remove it.")
 
 
 @pytest.mark.parametrize("content", [b"[arealite.env]\nnonsense\n", b"\xff\xfe"])
@@ -229,3 +229,13 @@ def test_command_of_another_package_is_listed_suggested_and_called(
     assert cli.main(["bake", "burnt"]) == 7
     assert capsys.readouterr().out == "baked bread\nbaked burnt\n"
     sys.modules.pop("bakery")
+
+
+def test_command_with_a_name_of_ours_is_not_listed_as_one(site: Path, capsys) -> None:
+    commands = {"train": "bakery:main", "bake": "bakery:main"}
+    install(site, "bakery", {"command": commands}, at_ns=OLD_NS)
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("\n  train ") == 1
+    assert "  bake       of the installed package bakery\n" in text
+    assert "The command train of the installed package bakery never runs" in " ".join(text.split())

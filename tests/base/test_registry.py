@@ -72,6 +72,27 @@ def test_module_with_the_name_of_an_unknown_part_is_suggested(
         configs.load(ExperimentConfig, [], [key])
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.ppo.collector.env.sudoku.size=3",
+        "trainer.ppo.collector.envs.a.env.sudoku.size=3",
+        "trainer.ppo.loss.sudoku.size=3",
+    ],
+)
+def test_options_of_a_part_of_no_installed_package_say_how_to_find_it(key: str) -> None:
+    hint = "If sudoku is a part of another package, install the package, .* `arealite info` lists"
+    with pytest.raises(UserError, match=rf"unknown key .*sudoku'\..* {hint} all installed parts\."):
+        configs.load(ExperimentConfig, [], [key])
+
+
+@pytest.mark.parametrize("key", ["launcher.rollout_worker=2", "trainer.ppo.clip=1", "modle=x"])
+def test_misspelt_option_is_no_part_of_another_package(key: str) -> None:
+    with pytest.raises(UserError, match="unknown key") as refused:
+        configs.load(ExperimentConfig, [], [key])
+    assert "another package" not in str(refused.value)
+
+
 def test_function_is_registered_like_a_class():
     table: Registry[object] = Registry("policy_objective", floor="math:floor")
 

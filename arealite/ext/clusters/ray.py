@@ -24,10 +24,7 @@ from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.ext.clusters.placement import counts, needed_paths, not_shared
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import (
-    PARENT,
-    Child,
-)
+from arealite.impl.launcher.processes import PARENT, Child
 from arealite.system.health.waits import Wait
 
 LOST = -signal.SIGKILL

@@ -49,13 +49,7 @@ def _finding_about(role: RoleStatus, *, silent_s: float, blocked_s: float) -> Fi
     """Return the finding about one role alone; None if the role is healthy."""
     pid = role.vitals.pid
     if role.state in ("T", "t"):
-        detail = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
-        return Finding(
-            blocker=role.name,
-            cause="stopped",
-            since_s=role.age_s,
-            detail=detail,
-        )
+        return _stopped(role.name, role.age_s, pid)
     if role.state in ("X", "Z"):
         return Finding(
             blocker=role.name,
@@ -136,6 +130,16 @@ def _cpu_wait_share(role: RoleStatus, late_s: float) -> float | None:
         if num_slices <= FEW_TIMESLICES and _is_runnable(pid, thread):
             share = max(share, (passed_s - sleep_s - ran_s) / (late_s - sleep_s))
     return min(1.0, share)
+
+
+def _stopped(name: str, since_s: float, pid: int) -> Finding:
+    return Finding(
+        blocker=name,
+        cause="stopped",
+        since_s=since_s,
+        detail=f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it",
+        pid=pid,
+    )
 
 
 def _is_runnable(pid: int, thread: int) -> bool:
@@ -239,9 +243,11 @@ class WaitGraph:
         ]
 
     def restarted(self) -> Iterator[Finding]:
-        """Find roles whose parent is starting or restarting them."""
+        """Find roles whose parent starts or restarts them, and roles stopped meanwhile."""
         for role, wait, _ in self.all:
-            if wait.owner == SUPERVISOR:
+            if wait.stopped_pid and role.state:
+                yield _stopped(wait.on, wait.quiet_s + role.age_s, wait.stopped_pid)
+            elif wait.owner == SUPERVISOR:
                 cause: Cause = "crashing" if wait.detail else "starting"
                 detail = f"{wait.event}: {wait.detail or 'the process is not ready yet'}"
                 yield Finding(

@@ -13,14 +13,14 @@ the same command resumes."""
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.table import Table
 
-from arealite.algo.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pass_at_k
+from arealite.algo.pass_at_k import Z_95, Estimate, default_ks, mean_pass_at_k
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
@@ -85,7 +85,7 @@ def _output_file(config: EvaluateConfig) -> Path:
         return config.folder / "eval.json"
     out = Path(config.out).expanduser()
     if out.is_dir():
-        raise UserError(f"out={out}: is a folder. Name a file in an existing folder.")
+        raise UserError(f"out={out} is a folder. Name a file in an existing folder.")
     if not out.parent.is_dir():
         raise UserError(
             f"out={out}: its folder does not exist. Name a file in an existing folder.",
@@ -243,3 +243,20 @@ def _mean_and_interval(estimate: dict[str, float | None]) -> tuple[str, str]:
     if low is None or high is None:
         return mean_cell, ""
     return mean_cell, f"{low:.3f} … {high:.3f}"
+
+
+def mean_of_tasks(values: Sequence[float]) -> Estimate:
+    """Average one value per task, with the normal confidence interval.
+
+    The interval treats tasks, not samples, as independent: samples of one task are correlated
+    (clustered standard errors, Miller 2024, arXiv:2411.00640).
+    """
+    mean = fmean(values)
+    half_width = inf
+    if len(values) > 1:
+        half_width = Z_95 * stdev(values) / sqrt(len(values))
+    return Estimate(
+        mean=mean,
+        low=mean - half_width,
+        high=mean + half_width,
+    )

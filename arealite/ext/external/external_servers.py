@@ -22,7 +22,7 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.ext.sglang.sglang_api import follow, total_load
+from arealite.ext.sglang.sglang_api import context_length, follow, total_load
 from arealite.impl.http_client import Pool
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -150,12 +150,6 @@ class ExternalServers:
                 f"it is not an SGLang server (its /model_info returns {str(model_info)[:80]}). "
                 "Correct the address."
             )
-        first_model, *_ = models.get("data") or [{}]
-        # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
-        context_lengths = [
-            server_info.get("max_req_input_len"),
-            first_model.get("max_model_len"),
-        ]
         return {
             "address": url,
             "type": "external",
@@ -163,7 +157,7 @@ class ExternalServers:
             "model_path": model_info.get("tokenizer_path") or model_info["model_path"],
             "model_type": model_info.get("model_type"),
             "architectures": model_info.get("architectures"),
-            "context_length": min(filter(None, context_lengths), default=None),
+            "context_length": context_length(server_info, models),
             "version": model_info["weight_version"],
             "host": address.rpartition(":")[0],
             "pid": _start_id(server_info),

@@ -96,26 +96,38 @@ class SeatConversations:
         if request.prompt is not None:
             size = len(request.prompt)
             return await _run(size, self._completions.prompt, request.prompt)
-        node, base, reason = self._find(request)
+        node, base, branch_reason = self._find(request)
         num_characters = node.characters
         is_checked = False
         if base is not None:
             is_checked = not self.is_incremental or is_power_of_two(base.num_turns)
             if not is_checked:
                 num_characters -= base.node.characters
-            reason = "edited" if base.is_continued else ""
-        if node.is_asked:
-            reason = "resampled"
-        elif not self._is_begun:
-            reason = "first"
+        prompt = await _run(num_characters, self._make_prompt, request, node, base, is_checked)
+        node = self._store(request, node, base)  # only now: a refused request stores nothing
+        prompt.node = node
+        reason = self._reason(prompt, node, base, branch_reason)
+        prompt.origin = msgspec.structs.replace(prompt.origin, reason=reason)
         if not is_count_only:
             node.is_asked = True
             self._is_begun = True
             if base is not None:
                 base.is_continued = True
-        return await _run(
-            num_characters, self._make_prompt, request, node, base, reason, is_checked
-        )
+        return prompt
+
+    def _reason(
+        self, prompt: Prompt, node: MessageNode, base: Sample | None, branch_reason: str
+    ) -> str:
+        """Return why a prompt begins a branch; "" if it continues the answer `base`."""
+        if node.is_asked:
+            return "resampled"
+        if prompt.base is not base:
+            return "rewritten"
+        if not self._is_begun:
+            return "first"
+        if base is None:
+            return branch_reason
+        return "edited" if base.is_continued else ""
 
     def add(self, prompt: Prompt, answer: ParsedAnswer) -> None:
         """Add an answer to the tree."""
@@ -130,7 +142,7 @@ class SeatConversations:
         accepted = self._acceptable(node, message, prompt, output_ids, stop)
         item = KeyedMessage(tree.key_of(message), accepted)
         child = self._child(node, self._with_call_ids(item))
-        node.children[item.key] = child
+        node.children |= {item.key: child, child.key: child}
         num_base_tokens = prompt.base.num_tokens if prompt.base else 0
         sample = Sample(
             prompt=replace(prompt, ids=[]),
@@ -167,7 +179,7 @@ class SeatConversations:
     # ------------------------------------------------------------ the tree
 
     def _find(self, request: ChatRequest) -> tuple[MessageNode, Sample | None, str]:
-        """Look up the messages of a request; add new ones.
+        """Look up the messages of a request; make nodes for new ones, which are not stored.
 
         Returns:
             The last message, the last sampled answer before it, and the reason for a new branch if
@@ -194,13 +206,6 @@ class SeatConversations:
             if instructions.is_system and instructions.key not in node.children:
                 reason = "tools"
         node, base = self._walk(node, base, messages, preferred)
-        if not request.previous and node.key.role != "assistant":
-            self._latest = LatestRequest(
-                items=request.items,
-                tools=request.tools,
-                node=node,
-                base=base,
-            )
         return node, base, reason
 
     def _root(self, tools: list[Any]) -> tuple[MessageNode, str]:
@@ -209,9 +214,29 @@ class SeatConversations:
         root = self._roots.get(tools_json)
         if root is not None:
             return root, "edited"
-        root = MessageNode(kinds=TOOLS if tools else 0)
-        self._roots[tools_json] = root
-        return root, "tools"
+        return MessageNode(kinds=TOOLS if tools else 0), "tools"
+
+    def _store(self, request: ChatRequest, node: MessageNode, base: Sample | None) -> MessageNode:
+        """Add the messages of a request to the tree; return its last message there.
+
+        A concurrent request may have added equal ones.
+        """
+        path = node.path()
+        root = path[0].parent or node
+        if not root.children:  # a new root
+            root = self._roots.setdefault(msgspec.json.encode(request.tools), root)
+        stored = root
+        for message in path:
+            message.parent = stored
+            stored = stored.children.setdefault(message.key, message)
+        if not request.previous and stored.key.role != "assistant":
+            self._latest = LatestRequest(
+                items=request.items,
+                tools=request.tools,
+                node=stored,
+                base=base,
+            )
+        return stored
 
     def _walk(
         self,
@@ -290,12 +315,8 @@ class SeatConversations:
         return sample, items[:num_instructions] + earlier + items[num_instructions:]
 
     def _child(self, node: MessageNode, item: KeyedMessage) -> MessageNode:
-        """Return the node of a message after `node`; create it if there is none."""
-        child = node.children.get(item.key)
-        if child is None:
-            child = self._new_child(node, item)
-            node.children[item.key] = child
-        return child
+        """Return the node of a message after `node`; a new one, not stored, if there is none."""
+        return node.children.get(item.key) or self._new_child(node, item)
 
     def _new_child(self, node: MessageNode, item: KeyedMessage) -> MessageNode:
         key = item.key
@@ -328,7 +349,6 @@ class SeatConversations:
         request: ChatRequest,
         node: MessageNode,
         base: Sample | None,
-        reason: str,
         is_checked: bool,
     ) -> Prompt:
         """Render and tokenise the prompt of a request.
@@ -337,7 +357,6 @@ class SeatConversations:
             request: The request.
             node: Its last message.
             base: The last sampled answer before it.
-            reason: Why a branch begins, unless the template rewrites earlier turns.
             is_checked: Whether an incremental rendering is compared with that of the whole.
 
         Raises:
@@ -346,8 +365,6 @@ class SeatConversations:
         renderer = self.renderer
         forced_call = self._forced_call(request)
         start = self._start(node, base, request.tools, is_checked)
-        if base is not start.base and reason != "resampled":
-            reason = "rewritten"
         opener = renderer.opening(start.template_text)
         ending_of_thought = f"\n{renderer.family.think[1]}\n\n" if forced_call and opener else ""
         appended = ending_of_thought + forced_call
@@ -357,7 +374,7 @@ class SeatConversations:
         new_ids = encode_after(renderer.tokenizer, start.reused_ids, new_text)
         return Prompt(
             ids=start.reused_ids + new_ids,
-            origin=Origin(reused=num_reused, new=len(new_ids), reason=reason),
+            origin=Origin(reused=num_reused, new=len(new_ids)),
             opening=opening,
             node=node,
             base=start.base,

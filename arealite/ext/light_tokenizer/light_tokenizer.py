@@ -101,7 +101,7 @@ class LightTokenizer:
         setattr(self.load_full_object(), name, value)
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self._path!r})"
+        return f"LightTokenizer({self._path!r})"
 
     def __len__(self) -> int:
         return self.backend_tokenizer.get_vocab_size()

@@ -139,7 +139,7 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
         use_template = getattr(options, "use_chat_template", False)
         if use_template and not has_template:
             raise UserError(f"{key}=true, but the model has no chat template. Remove the option.")
-        is_default = use_template is None and options.system_prompt is None
+        is_default = use_template is None and _system_prompt(options) is None
         has_texts = any(isinstance(task.prompt, str) for task in tasks)
         if has_template and is_default and has_texts:
             return f"texts go into the model's chat template; for plain text: {key}=false"
@@ -186,7 +186,7 @@ def check_rendering(
         if not is_templated:  # a derived agent may change the prompt
             continue
         options = agents.options(agent)
-        first_number = 1 if options.system_prompt is None else 0
+        first_number = 1 if _system_prompt(options) is None else 0
         checked_forms = set[str]()
         for task in tasks:
             chat = _sent_chat(task, options, tokenizer)
@@ -208,9 +208,15 @@ def _sent_chat(task: Task, options: Any, tokenizer: Any) -> list[ChatMessage]:
     is_templated = getattr(options, "use_chat_template", True)
     if is_templated is None:
         is_templated = bool(tokenizer.chat_template)
-    if isinstance(task.prompt, str) and not is_templated and options.system_prompt is None:
+    system_prompt = _system_prompt(options)
+    if isinstance(task.prompt, str) and not is_templated and system_prompt is None:
         return []
-    return messages(task.prompt, system=options.system_prompt)
+    return messages(task.prompt, system=system_prompt)
+
+
+def _system_prompt(options: object) -> str | None:
+    """Return an agent's system prompt; None also if the agent has no such option."""
+    return getattr(options, "system_prompt", None)
 
 
 def _check_chat(
@@ -294,7 +300,7 @@ def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | No
         return None
     ppo = config.trainer.ppo
     collector = ppo.collector
-    system_prompt = getattr(agents.options(collector.agent), "system_prompt", None) or ""
+    system_prompt = _system_prompt(agents.options(collector.agent)) or ""
     answer = max(collector.sampling.max_new_tokens, ppo.eval.sampling.max_new_tokens)
     prompt = max(_text_length(task.prompt) for task in tasks)
     return answer + len(system_prompt.encode()) + 64 + prompt

@@ -18,7 +18,7 @@ import msgspec
 from arealite.api.experiment_config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.ext.sglang.sglang_api import follow, total_load
+from arealite.ext.sglang.sglang_api import context_length, follow, total_load
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
@@ -232,10 +232,12 @@ class SGLangProcess(Supervisor):
         with self._bounded(f"{self.address}/health", self.options.start_timeout_s):
             await self._answer("/health")
             await self._answer("/generate", FIRST_TOKEN)
+            models = await self._answer("/v1/models")
+            server_info = await self._get("/server_info", self._reply_s) or {}
             self._entry = {
                 "address": self.address,
                 **self.launch.metadata,
-                "context_length": await self._context_length(),
+                "context_length": context_length(server_info, models),
                 "pid": self.children[0].pid,
             }
             # The server computes this document at the first request and does not reply for a
@@ -249,17 +251,6 @@ class SGLangProcess(Supervisor):
             seconds=round(time.monotonic() - begin, 1),
             server=self.children[0].pid,
         )
-
-    async def _context_length(self) -> int | None:
-        """Return the tokens of the longest prompt; None if the server does not report it.
-
-        After an abort, prompt and partial answer are sent as a new prompt, so the limit is that of
-        prompts: it is less than the model's, because SGLang reserves some tokens.
-        """
-        models = await self._answer("/v1/models")
-        server_info = await self._get("/server_info", self._reply_s) or {}
-        first_model, *_ = models.get("data") or [{}]
-        return server_info.get("max_req_input_len") or first_model.get("max_model_len")
 
     def _value(self) -> dict[str, object] | None:
         """Return the content of the name; None after `ttl_s` without a reply.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from arealite.api.experiment_config import ServerConfig, run_paths
 from arealite.api.llm_server import LLMServer
+from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.folder_checks import check_address, check_folder
 from arealite.base.model_folder import read_json, vocab_size
@@ -22,6 +23,8 @@ from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import take_ports
 from arealite.system.names.name_registry import NameRegistry
 from arealite.system.names.trial_secret import FILE
+
+logger = log.get(__name__)
 
 ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 """Without this setting, /health generates a token, and a paused server is not healthy."""
@@ -109,8 +112,11 @@ class SGLangServer(LLMServer):
                 for launch in launches:
                     server = SGLangProcess(launch, self.config, pool)
                     tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
-        if not any(task.cancelled() for task in tasks):
+        given_up = [task.get_name() for task in tasks if not task.cancelled()]
+        if len(given_up) == len(tasks):
             raise RoleError("every SGLang server died repeatedly; the first errors are above.")
+        if given_up:
+            logger.error("servers had been given up before the stop", servers=given_up)
 
 
 def plan(config: ServerConfig) -> list[Launch]:

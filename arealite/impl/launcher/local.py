@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from arealite.api.findings import Finding
 from arealite.api.hooks import LedgerAudit, RunCompanion, RunFailed
 from arealite.api.launcher import Launcher
 from arealite.base import entries, exit_record
-from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.base.errors import ArealiteError, RoleError, UserError, one_line
+from arealite.base.exit_record import ExitRecord
 from arealite.base.signals import on_stop
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher import processes, supervisor
@@ -79,6 +80,8 @@ class LocalLauncher(Launcher, Supervisor):
         self._end = ""
         """The error that ended the run."""
         self._names = NameRegistry.of(config)
+        self._rank_failures: dict[tuple[ExitRecord, float], Child] = {}
+        """The first death of the ranks by an exception after a number of steps."""
         self.local_ranks = self.options.trainer_ranks
         """Number of ranks on this host; they have its first GPUs."""
         self.starter: RoleStarter | None = None
@@ -113,7 +116,7 @@ class LocalLauncher(Launcher, Supervisor):
         on_stop(loop, self._on_stop)
         vitals.watch(loop)
         companions = entries.results(self._on_start, self.config, self.say)
-        self._companions = [asyncio.ensure_future(work) for work in companions]
+        self._companions = [asyncio.ensure_future(self._accompany(work)) for work in companions]
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)
@@ -131,6 +134,13 @@ class LocalLauncher(Launcher, Supervisor):
                 await asyncio.to_thread(clear_leftovers, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
+
+    async def _accompany(self, work: Coroutine[object, object, None]) -> None:
+        """Await a companion of the run (hook `run_started`), whose error does not end the run."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  (of any package)
+            self.say(f"warning: {one_line(error)}")
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether to report a finding. The supervisor reports deaths of its own roles."""
@@ -241,7 +251,22 @@ class LocalLauncher(Launcher, Supervisor):
         if self._stops and role is self.trainer:
             code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
             raise RoleFailed(f"{dead.exit_summary} while the run was being stopped", code)
+        if role is self.trainer and dead.code > 0:
+            self._check_ranks(dead)
         return True
+
+    def _check_ranks(self, dead: Child) -> None:
+        """Check that no rank ended as one did before, without a trained step in between.
+
+        Raises:
+            RoleFailed: one did, by an exception that a restart does not cure.
+        """
+        for rank in self.trainer.children:
+            record = rank.failure_record
+            if record is not None and record.is_repeatable:
+                first = self._rank_failures.setdefault((record, self.mark()), dead)
+                if first is not dead:
+                    raise RoleFailed(f"twice at the same step: {rank.exit_report}", rank.code)
 
     def mark(self) -> float:
         """Return the number of trained steps."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import entries, exit_record
 from arealite.base.errors import UserError
-from arealite.base.exit_record import ERROR
+from arealite.base.exit_record import ERROR, ExitRecord
 from arealite.base.signals import ignore_other_stops, kill_with_parent
 
 if TYPE_CHECKING:
@@ -103,9 +103,14 @@ class Child:
         """One line: the child's name, how it exited, and the reason, if it gave one."""
         return self._summary(self._own_reason() if self.code else "")
 
+    @property
+    def failure_record(self) -> ExitRecord | None:
+        """The record of an end with an error; None after a death by signal, or without a record."""
+        return exit_record.read(self.record) if self.record and self.code > 0 else None
+
     def _own_reason(self) -> str:
         """Return the reason that the process gave, with the prefix ERROR if it is deliberate."""
-        record = exit_record.read(self.record) if self.record and self.code > 0 else None
+        record = self.failure_record
         if record is not None:
             return f"{ERROR}{record.reason}" if record.is_deliberate else record.reason
         readers: list[ExitReason] = entries.hooks("exit_reason")

@@ -17,7 +17,7 @@ from arealite.api.hooks import HealthMonitorMaker
 from arealite.base import entries
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child
-from arealite.system.health import waits
+from arealite.system.health import vitals, waits
 
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
@@ -132,6 +132,18 @@ class Role:
     leaving: bool = False
     """Whether it was stopped before the end of the run."""
 
+    def note_stopped(self) -> None:
+        """Publish with the wait for the role to be up whether one of its processes is stopped."""
+        wait = self.budget.wait
+        wait.stopped_pid = 0
+        for child in self.children:
+            if vitals.is_stopped(child.pid):
+                wait.stopped_pid = child.pid
+                if len(self.children) > 1:
+                    wait.on = child.name
+                return
+        wait.note_sign()
+
     async def end(self) -> Child | None:
         """Wait until one of its processes died, and return it; None: all ended as planned."""
         exits = {asyncio.ensure_future(child.process.wait()): child for child in self.children}
@@ -217,6 +229,7 @@ class Supervisor(ABC):
             has_started = await asyncio.to_thread(self.is_up, role)
             if has_started and role.budget.mark_up(self.mark()):
                 return
+            role.note_stopped()
             await asyncio.sleep(EXAMINE_S)
 
     async def clear(self, role: Role) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from arealite.base import entries, log, signals
+from arealite.base.exit_record import COLLECTIVES
 from arealite.base.files import replacing
 from arealite.system.health import waits
 
@@ -37,8 +38,6 @@ TICK_S = 0.1
 """Seconds between two timer callbacks in a watched event loop."""
 BLOCKED_S = 1.0
 """An event loop that runs no callback for this long is reported as blocked."""
-COLLECTIVES = os.path.join("torch", "distributed", "")
-"""Part of the file name of the main thread's innermost frame during a collective."""
 MAX_GROUPS = 30
 STACK_FRAMES = 12
 STACKS_REQUEST = "ask"
@@ -72,6 +71,7 @@ class Waits(msgspec.Struct, kw_only=True):
     replies_soon: bool
     detail: str
     count: int = 1
+    stopped_pid: int = 0
 
 
 class Vitals(msgspec.Struct, kw_only=True):
@@ -296,6 +296,12 @@ def process_state(pid: int, thread: int = 0) -> tuple[str, int] | None:
     return None
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether SIGSTOP or a debugger stopped a process."""
+    state = (process_state(pid) or "X")[0]
+    return state in "Tt"
+
+
 def cpu_times(pid: int, thread: int) -> CpuTimes | None:
     """Return a thread's scheduler statistics; None if the thread exited, or if the kernel has no
     such statistics (gVisor)."""
@@ -337,6 +343,7 @@ def _grouped_waits() -> list[Waits]:
                 seconds=wait.seconds,
                 replies_soon=wait.replies_soon,
                 detail=wait.detail,
+                stopped_pid=wait.stopped_pid,
             )
     return list(groups.values())
 

@@ -52,6 +52,7 @@ class Wait:
         replies_soon: Whether a healthy process replies, or reports its own waits, within a second
             or two. Otherwise a long wait is no evidence of a fault.
         detail: The newest report about the wait.
+        stopped_pid: Process id of the role in `on`, if the waiting parent sees that it is stopped.
     """
 
     event: str
@@ -61,6 +62,7 @@ class Wait:
     seconds: float | None = None
     replies_soon: bool = False
     detail: str = ""
+    stopped_pid: int = 0
     since: float = field(init=False)
     last_sign: float = field(init=False)
     """Begin of the wait, and time of the last sign of life of the role in `on`."""

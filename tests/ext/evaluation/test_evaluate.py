@@ -112,7 +112,7 @@ def test_source_names_are_not_parsed_as_markup(evaluate: Command) -> None:
         (["n=2", "k=[4]"], "pass@4 needs 1 <= k <= n=2"),
         (["dataset.eval=null"], "dataset.eval is not set"),
         (["out=/nowhere/x.json"], "its folder does not exist"),
-        (["out=/tmp"], "out=/tmp: is a folder"),
+        (["out=/tmp"], "out=/tmp is a folder. Name"),
         (["m=3"], "unknown key 'm'"),
         (["trainer.ppo.collector.envs.a.weight=1"], "not dataset.train, dataset.eval"),
         (

@@ -149,18 +149,47 @@ async def test_server_with_an_api_key_is_used_only_with_that_key(
     assert "theirs" not in str(entry)
 
 
-async def test_server_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text="<html>welcome</html>")
+@asynccontextmanager
+async def answering(answer: Callable[[str], str]) -> AsyncIterator[str]:
+    """Run a server whose answers are a function of the path; yield its address."""
+
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(text=answer(request.path))
 
     app = web.Application()
-    app.router.add_get("/{path:.*}", page)
+    app.router.add_get("/{path:.*}", reply)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    says = await refusal(experiment(tmp_path, f"127.0.0.1:{runner.addresses[0][1]}"))
-    await runner.cleanup()
-    assert "it is not an SGLang server" in says
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_server_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
+    async with answering(lambda path: "<html>welcome</html>") as address:
+        assert "it is not an SGLang server" in await refusal(experiment(tmp_path, address))
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/models", {"data": {"id": "m"}}),
+        ("/v1/models", {"data": ["m"]}),
+        ("/v1/models", {"data": "m"}),
+        ("/v1/models", {"data": [{"max_model_len": "2048"}]}),
+        ("/server_info", {"max_req_input_len": [7]}),
+    ],
+)
+async def test_server_whose_models_have_another_form_is_refused_with_one_line(
+    tmp_path: Path, path: str, answer: dict[str, Any]
+) -> None:
+    answers = {"/model_info": {"model_path": "m", "weight_version": "1"}, path: answer}
+    async with answering(lambda path: json.dumps(answers.get(path, {}))) as address:
+        says = await refusal(experiment(tmp_path, address))
+    assert says.startswith(f"llm_server.addresses: {address}: its /v1/models or /server_info has")
+    assert "\n" not in says
 
 
 @pytest.mark.parametrize(

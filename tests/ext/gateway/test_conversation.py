@@ -328,6 +328,41 @@ async def test_messages_that_the_template_refuses_are_an_error_400() -> None:
     assert refused.value.status == 400
 
 
+REFUSED: dict[str, tuple[list[ChatMessage], str | None]] = {
+    "no message": ([], None),
+    "unknown answer": ([user("two")], "unknown"),
+    "template": ([user("q"), {"role": "tool", "tool_call_id": "c1", "content": "x"}], None),
+}
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("fault", REFUSED)
+async def test_refused_request_leaves_nothing_behind(fault: str, is_begun: bool) -> None:
+    client = family_client("mistral")
+    if is_begun:
+        client.say(await client.ask(user("one")), "a")
+    new, previous = REFUSED[fault]
+    client.history, client.tools = [], []
+    roots = [*client.conversation._roots.values()]
+    with pytest.raises(ApiError):
+        await client.ask(*new, previous=previous or "")
+    assert [*client.conversation._roots.values()] == roots
+    client.history = []
+    asked = await client.ask(user("q"))
+    assert asked.origin.reason == ("tools" if is_begun else "first")
+
+
+async def test_equal_requests_at_the_same_time_share_their_messages() -> None:
+    client = family_client("qwen2_5")
+    client.history.append(user("q" * conversation.LONG * 2))  # rendered in a thread
+    first, again = await asyncio.gather(client.ask(), client.ask())
+    assert {first.origin.reason, again.origin.reason} == {"first", "resampled"}
+    assert first.node is again.node
+    answer = client.say(again, "a")
+    second = await client.ask(user("more"))
+    assert second.ids[: second.origin.reused] == full(again, answer)
+
+
 # ------------------------------------------------------------ openings
 
 

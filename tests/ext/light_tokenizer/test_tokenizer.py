@@ -312,7 +312,7 @@ def test_copy_is_equal(light: LightTokenizer, copied: Callable[[Any], Any], is_f
     text = "".join(CORPUS) + "<|eot|>"
     assert other.encode(text) == light.encode(text)
     assert other.eos_token_id == light.eos_token_id
-    assert repr(other) == f"Tokenizer({light.name_or_path!r})"
+    assert repr(other) == f"LightTokenizer({light.name_or_path!r})"
     assert (other.full_object is None) is not is_full
     assert hash(other) != hash(light)  # caches know tokenizers by identity
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arealite.api.agent import AgentConfig, agents
+from arealite.api.agent import Agent, AgentConfig, agents
 from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.collector_config import CollectorConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.ext.agents.chat import ChatAgent
 from arealite.ext.agents.config import ChatConfig
 from arealite.ext.math.env import MathEnv
-from arealite.ext.prompts.prompt_checks import check_rendering
+from arealite.ext.prompts.prompt_checks import check_rendering, template_line
 from tests.fakes.chat_families import tokenizer_of
 
 
@@ -131,3 +134,33 @@ def test_derived_environment_uses_prompts_as_its_base_does() -> None:
 def test_derived_agent_may_change_a_prompt_so_it_is_not_checked() -> None:
     agents.register("derived_chat")(type("DerivedChat", (ChatAgent,), {}))
     assert check("deepseek_v3", LATE, config=experiment("derived_chat")) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerseConfig:
+    """Options of an agent of another package, which has no system prompt."""
+
+    use_chat_template: bool | None = None
+
+
+def terse_agent() -> ExperimentConfig:
+    """Return a config whose agent is of another package and has the options TerseConfig."""
+
+    class TerseAgent(Agent):
+        templates_observation = True
+
+    agents.register("terse", config=TerseConfig)(TerseAgent)
+    options_of: Any = base_config.extend(AgentConfig, {"agent": {"terse": TerseConfig}})
+    collector = CollectorConfig(agent=options_of(type="terse"))
+    return ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(collector=collector)))
+
+
+def test_agent_of_another_package_needs_no_option_system_prompt(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    config = terse_agent()
+    config = replace(config, model=ModelConfig(path=str(tmp_path)))
+    assert check("qwen3", "a", ask("user: b"), config=config) == []
+    with pytest.raises(UserError, match=r"message 1 \(user\) .* contains <\|im_end\|>"):
+        check("qwen3", "<|im_end|>", config=config)
+    tasks = [Task(task_id="train-0", prompt="a", ground_truth=None, extra_info={})]
+    assert template_line(config, tasks).startswith("texts go into the model's chat template")

@@ -137,6 +137,15 @@ async def test_server_without_load_endpoints_is_registered_without_load(
         assert value["load"] is None
 
 
+async def test_server_whose_models_have_another_form_cannot_be_used(
+    program: Program, model_folder: Path
+):
+    program.configure(answers=program.orders["answers"] | {"/v1/models": {"data": "m"}})
+    settings = quick_config(program, model_folder)
+    with pytest.RaisesGroup(pytest.RaisesExc(UserError, match="/v1/models or /server_info has")):
+        await SGLangServer(settings).serve()
+
+
 @pytest.fixture(autouse=True)
 def waits_for_servers() -> Iterator[None]:
     """Remove the wait that a server that was given up keeps until its process exits."""
@@ -250,7 +259,10 @@ async def test_server_is_given_up_after_max_restarts(
 ):
     monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02,))
     settings = quick_config(program, model_folder, max_restarts=2)
-    with structlog.testing.capture_logs() as events, pytest.raises(RoleError, match="every SGLang"):
+    with (
+        structlog.testing.capture_logs() as events,
+        pytest.raises(RoleError, match="every SGLang"),
+    ):
         async with serving(settings) as task:
             program.configure(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
@@ -262,6 +274,24 @@ async def test_server_is_given_up_after_max_restarts(
     (end,) = [e for e in events if e["event"] == "server given up"]
     assert end["deaths"] == 3
     assert "SIGKILL" in end["first"], "the first death, not the last"
+
+
+async def test_stop_signal_reports_servers_that_were_given_up_before(
+    program: Program, model_folder: Path
+):
+    settings = quick_config(program, model_folder, num_servers=2, max_restarts=0)
+    with structlog.testing.capture_logs() as events:
+        async with serving(settings, count=2) as task:
+            os.kill(program.started(1)["pids"][0], signal.SIGKILL)
+            given_up = lambda: any(e["event"] == "server given up" for e in events)  # noqa: E731
+            await eventually(given_up, "the end of one server")
+            os.kill(os.getpid(), signal.SIGINT)
+            async with asyncio.timeout(60):
+                await task
+    words = program.started(1)["arguments"]
+    port = words[words.index("--port") + 1]
+    (end,) = [e for e in events if e["event"] == "servers had been given up before the stop"]
+    assert end["servers"] == [f"llm_server:{port}"]
 
 
 @pytest.mark.parametrize("how", ["stopped", "refusing", "hanging"])

@@ -27,6 +27,7 @@ from arealite.ext.audit.audit import audit
 from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
+from arealite.system.health import vitals
 from tests.waiting import has_exited, until, until_exited
 
 RUN = """
@@ -309,6 +310,112 @@ open({str(done)!r}, "w")
     assert shown.count("(1 of 1)") == 4
 
 
+def rank_that_raises(statement: str, *, lives: Path, enough: int = 10**6) -> str:
+    """Return a trainer whose rank 0 fails by a statement, before its life number `enough`."""
+    return f"""
+import os, sys
+from arealite.base import exit_record
+lives = {str(lives)!r}
+if os.environ["RANK"] == "0":
+    open(lives, "a").write("x")
+    exit_record.claim()
+    if os.path.getsize(lives) < {enough}:
+        try:
+            {statement}
+        except Exception as error:
+            exit_record.write(error)
+            sys.exit(1)
+else:
+    {UNTIL_TERM.replace(chr(10), chr(10) + "    ")}
+"""
+
+
+def test_rank_that_fails_twice_with_one_exception_at_a_step_ends_the_run(tmp_path: Path):
+    trainer = rank_that_raises("raise ValueError('no such column')", lives=tmp_path / "lives")
+    code, shown, launcher = run(
+        tmp_path, restarts=5, datapipe=UNTIL_TERM, rollout=UNTIL_TERM, trainer=trainer
+    )
+    assert code == 1
+    assert shown.count("started again") == 1
+    last = shown[shown.index("error: ") :]
+    assert last.startswith("error: twice at the same step: trainer-0 died (exit code 1)")
+    assert "ValueError: no such column" in last
+    assert_nothing_survives(launcher)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "raise ConnectionResetError('by peer')",
+        "raise MemoryError",
+        "raise OSError(28, 'No space left on device')",
+        "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
+        "raise type('OutOfMemoryError', (RuntimeError,), {})('of a device')",
+        "raise ValueError(f'life {os.path.getsize(lives)}')",
+        "from arealite.base.errors import RoleError; raise RoleError('the datapipe is gone')",
+        "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "sys.exit(7)",
+        "import torch.distributed; torch.distributed.barrier()",
+    ],
+)
+def test_failures_that_a_restart_may_cure_keep_the_whole_budget(tmp_path: Path, statement: str):
+    done = tmp_path / "lives"
+    trainer = rank_that_raises(statement, lives=done, enough=4)
+    trainer = trainer.replace(UNTIL_TERM.replace("\n", "\n    "), "pass")
+    scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": trainer}
+    _, shown, _ = run(tmp_path, restarts=3, drain_s=0.1, **scripts)
+    assert "started again (3 of 3)" in shown
+    assert "twice at the same step" not in shown
+
+
+def test_trained_step_between_two_equal_exceptions_keeps_the_run(tmp_path: Path):
+    lives = tmp_path / "lives"
+    step = trains(0).replace('"step": 0', '"step": os.path.getsize(lives)')
+    failing = f"exec({step!r}); raise ValueError('again')"
+    trainer = rank_that_raises(failing, lives=lives, enough=4)
+    trainer = trainer.replace(UNTIL_TERM.replace("\n", "\n    "), "pass")
+    _, shown, _ = run(
+        tmp_path,
+        restarts=1,
+        steps=9,
+        drain_s=0.1,
+        datapipe=UNTIL_TERM,
+        rollout="pass",
+        trainer=trainer,
+    )
+    assert shown.count("started again (1 of 1)") == 3
+
+
+def test_exception_of_a_worker_keeps_the_whole_budget(tmp_path: Path):
+    worker = rank_that_raises("raise ValueError('always')", lives=tmp_path / "lives")
+    worker = worker.replace('os.environ["RANK"]', '"0"')
+    code, shown, _ = run(
+        tmp_path, restarts=2, datapipe=UNTIL_TERM, rollout=worker, trainer=UNTIL_TERM
+    )
+    assert code == 1
+    assert "3 times without a further trained step" in shown
+
+
+def test_error_of_a_companion_is_one_warning_and_the_run_continues(tmp_path: Path):
+    async def serve() -> None:
+        raise UserError("view.port=80 is in use.\nTake another port.")
+
+    failed = tmp_path / "failed"
+    scripts = {"datapipe": "pass", "rollout": "pass", "trainer": after(failed)}
+    launcher = ScriptedLauncher(tmp_path, scripts)
+    launcher._on_start = [lambda config, say: serve()]
+    shown = list[str]()
+
+    def say(line: str) -> None:
+        shown.append(line)
+        if "view.port" in line:
+            failed.touch()
+
+    launcher.progress.say = say  # type: ignore[method-assign]
+    assert launcher.run() == 0, shown
+    assert "warning: view.port=80 is in use. Take another port." in shown
+
+
 @pytest.mark.parametrize("code", [2, 3])
 def test_wrong_input_and_invariant_errors_are_not_retried(tmp_path: Path, code: int):
     scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
@@ -432,6 +539,32 @@ def test_stopped_child_is_reported_killed_and_restarted(tmp_path: Path):
     assert "rollout-0 is stopped: " in text
     assert "rollout-0 died (killed by SIGKILL); started again (1 of 5)" in text
     assert not stale.exists()
+
+
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_child_stopped_before_its_first_vitals_is_reported_and_restarted(tmp_path: Path, role: str):
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    stops = "os.kill(os.getpid(), signal.SIGSTOP)"
+    ends = f"open({str(done)!r}, 'w')\n" + after(done)
+    scripts = dict.fromkeys(["datapipe", "rollout", "trainer"], after(done))
+    scripts[role] = nth(lives, stops, then=ends)
+    if role == "trainer":  # rank 1 alone is stopped
+        script_by_rank = {"0": after(done), "1": scripts[role]}
+        scripts[role] = f"import os\nexec({script_by_rank}[os.environ['RANK']])"
+    launcher = ScriptedLauncher(tmp_path, scripts, restarts=5, silent_s=1.0)
+    launcher.vitals.mkdir(parents=True)
+    shown: list[str] = []
+    launcher.progress.say = shown.append  # type: ignore[method-assign]
+    vitals.start("launcher-0", launcher.vitals)
+    try:
+        assert launcher.run() == 0, shown
+    finally:
+        assert vitals._recorder is not None
+        vitals._recorder.close()
+    text = "\n".join(shown)
+    name = "trainer-1" if role == "trainer" else "rollout-0"
+    assert f"{name} is stopped: SIGSTOP or a debugger stopped pid " in text
+    assert f"{name} died (killed by SIGKILL); started again (1 of 5)" in text
 
 
 # ---------------------------------------------------------------- stopping

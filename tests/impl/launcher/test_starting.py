@@ -115,6 +115,11 @@ def test_role_without_vitals_is_starting(tmp_path: Path, capsys, kind: str) -> N
         assert f"{kind}-0 is starting" in capsys.readouterr().out
 
 
+def test_role_stopped_before_its_first_vitals_is_stopped(tmp_path: Path, capsys) -> None:
+    with launched(tmp_path, rollout="import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"):
+        told(tmp_path, capsys, "* rollout-0 is STOPPED", "SIGSTOP or a debugger stopped pid ")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_role_that_waits_for_its_next_attempt_is_crashing(
     tmp_path: Path, capsys, kind: str
