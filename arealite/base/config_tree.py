@@ -239,21 +239,17 @@ def plain(config: Any) -> Tree:
 
 
 def build(schema: type[C], tree: Tree) -> C:
-    """Return the config of class `schema` with the options `tree`.
+    """Return the config of class `schema` with the options `tree` that `schema` has.
 
     Raises:
-        UserError: An option has the wrong type, or `schema` does not have it.
+        UserError: An option has the wrong type.
     """
     try:
-        config = msgspec.convert(tree, schema, dec_hook=lambda kind, text: kind(text))
+        return msgspec.convert(tree, schema, dec_hook=lambda kind, text: kind(text))
     except msgspec.ValidationError as error:
         problem, _, path = one_line(error).partition(" - at `$.")
         key = path.rstrip("`")
         raise UserError(f"{key}: {problem}." if key else f"{problem}.") from error
-    unknown_keys = dict(values("", tree)).keys() - dict(values("", plain(config)))
-    if unknown_keys:
-        raise UserError(f"unknown key '{min(unknown_keys)}'.")
-    return config
 
 
 def write(config: object, file: Path) -> None:

@@ -48,7 +48,7 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
     files = [files] if isinstance(files, Path) else files
     is_resolved = [file.suffix for file in files] == [config_tree.SUFFIX]
     if is_resolved and not overrides:
-        return resolved.load(schema, files[0])
+        return resolved.load(schema, files[0], has_all_parts=False)
     return merge(schema, read_layers(files, overrides), is_saved=is_saved)
 
 

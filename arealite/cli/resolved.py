@@ -25,7 +25,7 @@ from arealite.api.runtime import runtimes
 from arealite.api.tool import tools
 from arealite.api.trainer import trainers
 from arealite.base import config_tree
-from arealite.base.config_tree import PartConfigs
+from arealite.base.config_tree import PartConfigs, values
 from arealite.base.errors import UserError
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
@@ -62,24 +62,29 @@ DERIVED: dict[type, Registry[Any]] = {
 """The registries whose parts have a config with the options of the part that they extend."""
 
 
-def load(schema: type[C], file: Path) -> C:
+def load(schema: type[C], file: Path, *, has_all_parts: bool = True) -> C:
     """Import the parts of a resolved config, and return the config.
 
     Args:
         schema: The root config class.
         file: The file that a command wrote for this process.
+        has_all_parts: False: the command may have had parts that this process cannot import, such
+            as those of a notebook's cells; their options are ignored.
 
     Raises:
         UserError: The file is missing or of another version, or a module cannot be imported.
     """
     tree = config_tree.read(file)
     parts = import_parts(tree.get("imports", []), words_of(tree))
-    try:
-        return config_tree.build(config_tree.extended(schema, parts), tree)
-    except UserError as error:
+    config = config_tree.build(config_tree.extended(schema, parts), tree)
+    known_options = config_tree.plain(config)
+    unknown_keys = dict(values("", tree)).keys() - dict(values("", known_options))
+    if has_all_parts and unknown_keys:
         raise UserError(
-            f"{file}: {error} Another version of AReaLite wrote it: start its command again."
-        ) from error
+            f"{file}: unknown key '{min(unknown_keys)}'. "
+            "Another version of AReaLite wrote it: start its command again."
+        )
+    return config
 
 
 def import_parts(modules: Sequence[str], words: Collection[str]) -> PartConfigs:

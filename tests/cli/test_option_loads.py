@@ -105,6 +105,16 @@ def test_role_of_a_folder_without_a_resolved_config_names_the_command(tmp_path: 
         role.main(["datapipe", "0", str(tmp_path)])
 
 
+def test_command_ignores_options_of_parts_that_it_cannot_import(tmp_path: Path) -> None:
+    """As `arealite.train` and environment children: the caller may be a notebook with classes."""
+    file = tmp_path / "config.msgpack"
+    agent = {"type": "chat", "of_a_cell": {"share": 1.0}}
+    tree = {"seed": 4, "trainer": {"ppo": {"collector": {"agent": agent}}}}
+    config_tree.write(tree, file)
+    config = configs.load(ExperimentConfig, file, [])
+    assert (config.seed, config.trainer.ppo.collector.agent.type) == (4, "chat")
+
+
 def test_config_of_another_version_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.msgpack"
     config_tree.write({"gone": 1}, file)
