@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+from arealite.base import config
 from arealite.ext.warm_start import parent
 from tests import forks
 
@@ -42,3 +44,5 @@ def split_paths(pythonpath: str) -> list[str]:
 
 
 parent._run_command = run_command
+for schema in (ExperimentConfig, ServerConfig):  # the first load of a process takes the longest
+    config.load(schema, config.read_layers([], []), {})

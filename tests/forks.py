@@ -34,7 +34,6 @@ IMPORTS = (
     "arealite.cli.preflight",
     "arealite.cli.role",
     "arealite.cli.serve_llm",
-    "arealite.ext.warm_start.caches",
     "arealite.ext.warm_start.modules",
     "arealite.impl.launcher.local",
     "arealite.ext.audit.audit",

@@ -248,7 +248,7 @@ def shadows(file: Path) -> list[str]:
 def configs() -> list[str]:
     """Check the number of config fields, and that each key has its line of documentation."""
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
-    from arealite.base.config import keys, leaves
+    from arealite.base.config_tree import keys, leaves
     from arealite.ext.hosting.server_config import EnvServerConfig
 
     breaches = []

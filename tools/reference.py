@@ -28,8 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig  # noqa: E402
 from arealite.api.logger import loggers  # noqa: E402
-from arealite.base import config as base_config  # noqa: E402
-from arealite.base import errors  # noqa: E402
+from arealite.base import config_tree, errors  # noqa: E402
 from arealite.base.extras import extra_requirement  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
 from arealite.ext.evaluation.config import CollectConfig, EvaluateConfig  # noqa: E402
@@ -114,7 +113,7 @@ def places() -> Places:
     """Return where the keys of each config class are listed: (root, section), the least nested."""
     found: Places = {}
     for title, schema, _ in ROOTS:
-        parents = [path.split(".")[:-1] for path, _, _ in base_config.leaves(schema)]
+        parents = [path.split(".")[:-1] for path, _, _ in config_tree.leaves(schema)]
         sections = dict.fromkeys(
             ".".join(names[:n]) for names in parents for n in range(1, len(names) + 1)
         )
@@ -125,8 +124,8 @@ def places() -> Places:
 
 def root_page(title: str, schema: type, added_to: type | None, seen: Places) -> str:
     """Describe one root config: a table for each of its sections."""
-    known = [(key, default) for key, default, _ in base_config.keys(added_to)] if added_to else []
-    listed = zip(base_config.keys(schema), base_config.leaves(schema), strict=True)
+    known = [(key, default) for key, default, _ in config_tree.keys(added_to)] if added_to else []
+    listed = zip(config_tree.keys(schema), config_tree.leaves(schema), strict=True)
     sections: dict[str, list[str]] = {}
     elsewhere: dict[str, str] = {}
     for (path, default, _), (_, item, held) in listed:
@@ -181,9 +180,9 @@ def key_lines(
     path: str, item: dataclasses.Field[Any], held: Any, default: Any, seen: Places
 ) -> Iterator[str]:
     """Yield the line of a key; for a dict of configs, also the lines of its fields."""
-    text = "; ".join(filter(None, (item.metadata.get("help"), base_config.range_of(item))))
+    text = "; ".join(filter(None, (item.metadata.get("help"), config_tree.range_of(item))))
     yield line(f"`{path}`", type_name(held), f"`{shown(default)}`", text)
-    inner = base_config.element(held)
+    inner = config_tree.element(held)
     if inner is None:
         return
     if inner in seen:
@@ -191,7 +190,7 @@ def key_lines(
         return
     for field in dataclasses.fields(inner):
         own, made = get_type_hints(inner)[field.name], field.default_factory
-        found, key = base_config.element(own) or own, f"{path}.NAME.{field.name}"
+        found, key = config_tree.element(own) or own, f"{path}.NAME.{field.name}"
         if found in seen:
             yield line(f"`{key}.*`", "", "", f"the keys of `{seen[found][1]}`")
             continue

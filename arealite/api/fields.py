@@ -14,7 +14,7 @@ C = TypeVar("C", bound=type)
 
 Constraints = Iterator[tuple[bool, str]]
 """Result of a config's method `constraints`: pairs of (whether the constraint holds, its error).
-The error begins with an option's name; base.config.check_constraints prefixes the section."""
+The error begins with an option's name; base.config_tree.check_constraints prefixes the section."""
 
 
 class Package(NamedTuple):

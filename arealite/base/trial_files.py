@@ -12,7 +12,11 @@ class RunPaths:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
-        """The resolved config as YAML. Every role of the run loads it."""
+        """The resolved config as YAML: the record of the run. No role reads it."""
+        self.resolved = root / "config.msgpack"
+        """The same config, for the roles of the run (base.config_tree.write)."""
+        self.server = root / "llm_server.msgpack"
+        """The config of the servers that the run starts."""
         self.configs = root / "configs"
         """The configs of the run's starts, named by the first step trained with each."""
         self.ledger = root / "ledger.sqlite"

@@ -1,73 +1,34 @@
 """Load the root configs, with the parts that `imports` and installed packages register."""
 
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from arealite.api.agent import AgentConfig, agents
-from arealite.api.engine import engines
 from arealite.api.engine_config import FSDPConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import (
     ExperimentConfig,
     ServedModelConfig,
     ServerConfig,
     name_dir,
 )
-from arealite.api.formulas import advantages, objectives
 from arealite.api.hooks import ModelFormat, StageParser
-from arealite.api.launcher import launchers
-from arealite.api.llm import clients
-from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
-from arealite.api.publisher import publishers
-from arealite.api.reward import RewardConfig, rewards
-from arealite.api.runtime import runtimes
-from arealite.api.tool import tools
-from arealite.api.trainer import trainers
 from arealite.base import config as base_config
-from arealite.base import entries
+from arealite.base import config_tree, entries
+from arealite.base.config import Layer, read_layers
 from arealite.base.errors import UserError
-from arealite.base.proxies import bypass_proxies
-from arealite.base.registry import Registry, import_plugins
-from arealite.cli import options
+from arealite.base.trial_files import RunPaths
+from arealite.cli import options, resolved
 from arealite.cli.presets import CONFIG_DIR
-from arealite.impl.launcher.processes import own_address, server_overrides
+from arealite.cli.resolved import TABLES
+from arealite.impl.launcher.processes import server_overrides
 
 Files = Path | Sequence[Path]
 C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
-
-TABLES: dict[str, Registry[Any]] = {
-    table.kind: table
-    for table in (
-        trainers,
-        engines,
-        agents,
-        envs,
-        rewards,
-        clients,
-        servers,
-        publishers,
-        tools,
-        launchers,
-        loggers,
-        objectives,
-        advantages,
-        runtimes,
-    )
-}
-"""The registry of each kind of part. Options name their kind (api.fields.named)."""
-DERIVED: dict[type, Registry[Any]] = {
-    AgentConfig: agents,
-    EnvConfig: envs,
-    RewardConfig: rewards,
-}
-"""The registries whose parts have a config with the options of the part that they extend."""
 
 
 def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: bool = False) -> C:
@@ -75,7 +36,7 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
 
     Args:
         schema: The root config class.
-        files: YAML files; later ones win.
+        files: YAML files; later ones win. Or one resolved config, without overrides.
         overrides: Items like "a.b=1"; they win over files.
         is_saved: See base.config.load.
 
@@ -83,47 +44,18 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
         UserError: See base.config.load; or a plugin cannot be imported.
     """
     files = [files] if isinstance(files, Path) else files
-    sources = options.Layers(files=[*files], overrides=[*overrides])
-    overrides_layer, *file_layers = read_layers(sources)
-    layers = [overrides_layer, *file_layers]
-    parts = _import_parts(_imports(layers), _words(layers))
-    return base_config.load(
-        schema,
-        files,
-        overrides,
-        parts,
-        is_saved=is_saved,
-        read_files=file_layers[::-1],
-    )
+    is_resolved = [file.suffix for file in files] == [config_tree.SUFFIX]
+    if is_resolved and not overrides:
+        return resolved.load(schema, files[0], has_all_parts=False)
+    return merge(schema, read_layers(files, overrides), is_saved=is_saved)
 
 
-def load_run(file: Path) -> ExperimentConfig:
-    """Load the config that the supervisor of a run saved for its roles.
-
-    Raises:
-        UserError: See load.
-    """
-    saved = base_config.read_saved(file)
-    parts = _import_parts(saved.get("imports") or [], _words(saved))
-    changed = base_config.without_defaults(saved, asdict(ExperimentConfig()))
-    read_file = base_config.DictConfig(changed)
-    return base_config.load(ExperimentConfig, [file], [], parts, read_files=[read_file])
-
-
-def _import_parts(modules: Sequence[str], words: Collection[str]) -> base_config.PartConfigs:
-    """Import plugins, `modules`, and the installed parts that have one of the names `words`.
-
-    Returns:
-        The config classes of all parts that are not AReaLite's.
-    """
-    folder = str(Path.cwd())
-    if "" not in sys.path and folder not in sys.path:
-        sys.path.insert(0, folder)
-    import_plugins(modules)
-    for table in TABLES.values():
-        table.enter(words)
-    check_derived()
-    return {kind: table.configs for kind, table in TABLES.items()}
+def merge(schema: type[C], layers: Sequence[Layer], *, is_saved: bool = False) -> C:
+    """Import plugins, then merge layers as `schema`; see load."""
+    plain_layers = [base_config.unresolved(layer.options) for layer in layers]
+    parts = resolved.import_parts(imports_of(layers), resolved.words_of(plain_layers))
+    resolved.check_derived()
+    return base_config.load(schema, layers, parts, is_saved=is_saved)
 
 
 def parse(schema: type[Root], argv: Sequence[str], *, command: str, description: str) -> Root:
@@ -151,8 +83,8 @@ def with_model(config: Root) -> Root:
     path = config.model.path
     if path:
         path = _converted(path)
-    resolved: Root = _with_dtypes(replace(config, model=replace(config.model, path=path)))
-    return resolved
+    ready: Root = _with_dtypes(replace(config, model=replace(config.model, path=path)))
+    return ready
 
 
 def _converted(path: str) -> str:
@@ -169,9 +101,9 @@ def _with_dtypes(config: Any) -> Any:
     for field in fields(config):
         part = getattr(config, field.name)
         if is_dataclass(part):
-            resolved = _with_dtypes(part)
-            if resolved is not part:
-                changed[field.name] = resolved
+            ready = _with_dtypes(part)
+            if ready is not part:
+                changed[field.name] = ready
     return replace(config, **changed) if changed else config
 
 
@@ -186,30 +118,6 @@ def _announced_dtype() -> str:
     return dtype
 
 
-def check_derived() -> None:
-    """Check that each registered config has all options that its built-in base part reads.
-
-    Raises:
-        UserError: A config lacks an option.
-    """
-    for schema, table in DERIVED.items():
-        for name, part_config in table.configs.items():
-            _check_options_of_base(schema, name, part_config)
-
-
-def _check_options_of_base(schema: type, name: str, part_config: type) -> None:
-    """Check that the config of part `name` has the options that its base part reads."""
-    table = DERIVED[schema]
-    base = table.base_of(name)
-    base_options = getattr(schema(), base, None)
-    missing = {*field_names(base_options)} - {*field_names(part_config)}
-    if missing:
-        raise UserError(
-            f"{table.kind} '{name}': its config {part_config.__name__} has no option "
-            f"'{min(missing)}', which {base} reads. Derive it from {type(base_options).__name__}."
-        )
-
-
 def check_names(config: ExperimentConfig) -> None:
     """Check the names of the run, the names of all parts, and the loggers.
 
@@ -218,9 +126,9 @@ def check_names(config: ExperimentConfig) -> None:
             be used.
     """
     name_dir(config)
-    for _, node in base_config.nodes(config):
+    for _, node in config_tree.nodes(config):
         for item in fields(node):
-            table = TABLES.get(base_config.kind_of(item))
+            table = TABLES.get(config_tree.kind_of(item))
             if table is None:
                 continue
             selected = getattr(node, item.name)
@@ -232,18 +140,20 @@ def check_names(config: ExperimentConfig) -> None:
 
 def own_server(config: ExperimentConfig) -> ServerConfig:
     """Return the config of the LLM servers that the run starts."""
-    overrides = server_overrides(config)
-    server = load(ServerConfig, CONFIG_DIR / "llm_server.yaml", overrides)
-    resolved: ServerConfig = _with_dtypes(server)
-    return resolved
+    server: ServerConfig = _with_dtypes(_load_server(tuple(server_overrides(config))))
+    return server
 
 
-def resolve_host(config: Root) -> Root:
-    """Replace `cluster.host=auto` by the address of this host, which clients reach directly."""
-    if config.cluster.host == "auto":
-        config = replace(config, cluster=replace(config.cluster, host=own_address()))
-    bypass_proxies(config.cluster.host)
-    return config
+def write_server(config: ExperimentConfig, folder: Path) -> Path:
+    """Return a new file for `serve-llm FILE`; each server's host resolves the dtype `auto`."""
+    file = RunPaths(folder).server
+    config_tree.write(_load_server(tuple(server_overrides(config))), file)
+    return file
+
+
+@lru_cache(maxsize=8)
+def _load_server(overrides: Sequence[str]) -> ServerConfig:
+    return load(ServerConfig, CONFIG_DIR / "llm_server.yaml", overrides)
 
 
 def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list[ExperimentConfig]:
@@ -268,39 +178,12 @@ def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list
     return [with_model(config) for config in stages]
 
 
-def field_names(config: object) -> Sequence[str]:
-    """Return the names of a config's options; none for an object that is no config."""
-    return [*getattr(config, "__dataclass_fields__", ())]
-
-
-def read_layers(layers: options.Layers) -> list[base_config.DictConfig]:
-    """Read overrides and files without a schema, highest priority first."""
-    files = [base_config.read(file) for file in reversed(layers.files)]
-    return [base_config.dotlist(layers.overrides), *files]
-
-
-def _words(layers: object) -> set[str]:
-    """Return every key and text in layers of options: a part's name is one of them."""
-    if isinstance(layers, base_config.DictConfig):
-        layers = base_config.unresolved(layers)
-    if isinstance(layers, str):
-        return {layers}
-    if isinstance(layers, dict):
-        options = cast(dict[object, object], layers)
-        names = {str(name) for name in options}
-        return names.union(*map(_words, options.values()))
-    if isinstance(layers, Sequence):
-        return set[str]().union(*map(_words, cast(Sequence[object], layers)))
-    return set()
-
-
-def _imports(layers: Sequence[base_config.DictConfig]) -> list[str]:
+def imports_of(layers: Sequence[Layer]) -> list[str]:
     """Return the option `imports`; the imported modules extend the schema."""
-    for layer in layers:
-        if layer.get("imports") is not None:
-            if isinstance(layer.imports, str):
-                raise UserError(
-                    f"imports={layer.imports} is no list. Write imports=[{layer.imports}]."
-                )
-            return [str(name) for name in layer.imports]
+    for layer in reversed(layers):
+        modules = layer.options.get("imports")
+        if isinstance(modules, str):
+            raise UserError(f"imports={modules} is no list. Write imports=[{modules}].")
+        if modules is not None:
+            return [*map(str, modules)]
     return []

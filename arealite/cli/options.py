@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arealite.base import config as base_config
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.cli import presets
 from arealite.cli.line_wrap import fold
@@ -77,10 +77,10 @@ class CommandLine:
 
 
 def _names_file(word: str) -> bool:
-    """Return whether a word is a YAML file or a preset, not an override."""
+    """Return whether a word is a file of a config or a preset, not an override."""
     if "=" in word:
         return False
-    return word.endswith((".yaml", ".yml")) or word in presets.names()
+    return word.endswith((".yaml", ".yml", config_tree.SUFFIX)) or word in presets.names()
 
 
 def check_flags(argv: Sequence[str], schema: type) -> None:
@@ -98,7 +98,7 @@ def check_flags(argv: Sequence[str], schema: type) -> None:
 
 def _keys_that_end_with(name: str, schema: type) -> list[str]:
     """Return at most two keys of a config with this last part, those with the fewest parts."""
-    keys = [key for key, *_ in base_config.keys(schema) if f".{key}".endswith(f".{name}")]
+    keys = [key for key, *_ in config_tree.keys(schema) if f".{key}".endswith(f".{name}")]
     min_depth = min((key.count(".") for key in keys), default=0)
     shallowest = [key for key in keys if key.count(".") == min_depth]
     return shallowest[:2]
@@ -113,7 +113,7 @@ def run_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def _keys(schema: type) -> str:
     lines = ["keys and their defaults:"]
-    for key, default, description in base_config.keys(schema):
+    for key, default, description in config_tree.keys(schema):
         default_yaml = "null" if default is None else default
         lines.append(f"  {key}={default_yaml}\n      {description}")
     return "\n".join(lines)

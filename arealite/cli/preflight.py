@@ -20,7 +20,7 @@ from arealite.api.part_options import PublisherOptions
 from arealite.api.publisher import publishers
 from arealite.api.trainer import trainers
 from arealite.base import entries, model_folder
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.folder_checks import check_address, check_folder
 from arealite.cli import configs

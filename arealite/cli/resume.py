@@ -15,8 +15,10 @@ from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base import config as base_config
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
+from arealite.cli import configs
 from arealite.cli.line_wrap import fold
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.ledger import check_identity, connect, open_read_only
@@ -153,6 +155,9 @@ def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
             file.unlink()
     paths.configs.mkdir(exist_ok=True)
     base_config.save(config, paths.config, paths.configs / f"{begin:06d}.yaml")
+    config_tree.write(config, paths.resolved)
+    if config.launcher.llm_servers:
+        configs.write_server(config, paths.root)
     return config
 
 

@@ -16,7 +16,7 @@ from arealite.api.hooks import RoleMain, ServerRegistrar
 from arealite.base import entries, log, outputs
 from arealite.base.signals import STOP
 from arealite.base.trial_files import RunPaths
-from arealite.cli import configs
+from arealite.cli import resolved
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.role_starter import starters
 from arealite.system.health import vitals
@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     options = parser.parse_args(argv)
     die_with_parent()
-    config = configs.load_run(RunPaths(options.run).config)
+    config = resolved.load(ExperimentConfig, RunPaths(options.run).resolved)
     return run(options.role, options.index, config)
 
 
 def run(role: str, index: int, config: ExperimentConfig) -> int:
     """Set up logging and run one role of `config`."""
-    config = configs.resolve_host(config)
+    config = resolved.resolve_host(config)
     outputs.protect()
     outputs.log_to(run_paths(config).logs / f"{role}-{index}.log")
     log.setup(f"{role}-{index}", config.logger.level)

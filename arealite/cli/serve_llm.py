@@ -7,17 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from arealite.api.experiment_config import ServerConfig, name_dir, run_paths
 from arealite.api.hooks import DefaultModel
 from arealite.api.llm_server import servers
 from arealite.api.part_options import ServerOptions
-from arealite.base import entries, log, outputs
+from arealite.base import config_tree, entries, log, outputs
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import read_model
 from arealite.base.proxies import bypass_proxies
-from arealite.cli import configs
+from arealite.cli import configs, resolved
 from arealite.impl.launcher import role_starter
 from arealite.impl.launcher.processes import IS_KEPT, die_with_parent
 from arealite.system.health import vitals
@@ -50,14 +51,13 @@ def main(argv: Sequence[str]) -> int:
         command="launch_llm_server.py",
         description="Start a language-model server with SGLang's HTTP protocol.",
     )
-    config = configs.resolve_host(config)
+    config = resolved.resolve_host(config)
     bypass_proxies(config.llm_server.host)  # SGLang sends itself a first request
     outputs.protect()
     outputs.log_to(run_paths(config).logs / f"llm_server-{socket.gethostname()}.log")
     has_parent = die_with_parent()
     if not config.model.path and not has_parent:
         config = with_default_model(config)
-        argv = [*argv, f"model.path={config.model.path}"]
     if not has_parent:  # with a parent, the server waits until the name registry is back
         NameRegistry.of(config).check()
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
@@ -65,7 +65,10 @@ def main(argv: Sequence[str]) -> int:
     starter = starters.of_server(config)
     options = config.llm_server.selected_options
     if isinstance(options, ServerOptions) and not os.environ.pop(IS_KEPT, ""):
-        code = options.supervise(config, [sys.executable, str(SCRIPT), *argv], starter)
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / run_paths(config).server.name
+            config_tree.write(config, file)
+            code = options.supervise(config, [sys.executable, str(SCRIPT), str(file)], starter)
         if code is not None:
             return code
     starter.close()

@@ -8,7 +8,7 @@ import pytest
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.trainer import PPOConfig
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.base.errors import UserError
 from arealite.cli.configs import load
 

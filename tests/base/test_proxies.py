@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base.proxies import bypass_proxies, proxy_variable
-from arealite.cli import configs
+from arealite.cli import configs, resolved
 from arealite.cli import main as cli
 
 OURS = "localhost,127.0.0.1,::1"
@@ -73,5 +73,5 @@ def test_every_command_bypasses_the_proxy_for_loopback(monkeypatch: pytest.Monke
 def test_host_of_a_cluster_is_reached_without_the_proxy(tmp_path: Path) -> None:
     config = configs.load(configs.ExperimentConfig, [], ["cluster.host=10.0.0.7"])
     assert not urllib.request.proxy_bypass("10.0.0.7:80")
-    configs.resolve_host(config)
+    resolved.resolve_host(config)
     assert urllib.request.proxy_bypass("10.0.0.7:80")

@@ -25,7 +25,7 @@ from arealite.api.publisher import publishers
 from arealite.api.reward import rewards
 from arealite.api.trainer import trainers
 from arealite.base import entries, registry
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins, import_user_module
 from arealite.cli import configs

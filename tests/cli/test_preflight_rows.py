@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.base.config import check_ranges
+from arealite.base.config_tree import check_ranges
 from arealite.base.errors import UserError
 from arealite.cli import resume
 from arealite.cli.main import main

@@ -10,6 +10,7 @@ import yaml
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config as base_config
+from arealite.base import config_tree
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "config/algo").glob("*.yaml"))
@@ -51,13 +52,13 @@ def test_each_algorithm_has_a_preset() -> None:
 @pytest.mark.parametrize("base", ["async_ppo", "ppo"])
 def test_preset_is_valid_with_each_base_config(file: Path, base: str) -> None:
     files = [ROOT / f"config/{base}.yaml", file]
-    config = base_config.load(ExperimentConfig, files, [], {})
-    base_config.check_constraints(config.trainer.ppo, "trainer.ppo.")
+    config = base_config.load(ExperimentConfig, base_config.read_layers(files, []), {})
+    config_tree.check_constraints(config.trainer.ppo, "trainer.ppo.")
 
 
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
 def test_preset_sets_only_non_default_algorithm_options(file: Path) -> None:
-    defaults = {key: value for key, value, _ in base_config.keys(ExperimentConfig)}
+    defaults = {key: value for key, value, _ in config_tree.keys(ExperimentConfig)}
     settings = leaves(yaml.safe_load(file.read_text()))
     assert settings
     for key, value in settings.items():

@@ -23,7 +23,7 @@ from arealite.api.payloads import Payload
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, TrainerReady
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams

@@ -38,7 +38,9 @@ LINES = [
 
 
 def test_demo_config_has_the_values_of_the_recipe():
-    config = base_config.load(ExperimentConfig, [demo.ROOT / "config/demo.yaml"], [], {})
+    config = base_config.load(
+        ExperimentConfig, base_config.read_layers([demo.ROOT / "config/demo.yaml"], []), {}
+    )
     ppo = config.trainer.ppo
     assert (config.experiment_name, config.trainer.type) == ("demo", "async_ppo")
     assert ppo.num_groups % ppo.updates == 0
@@ -176,7 +178,9 @@ def test_training_gets_each_interrupt_once(monkeypatch, tmp_path):
 @pytest.mark.parametrize("backend", list(demo.BACKENDS))
 def test_server_is_started_with_a_valid_config(monkeypatch, tmp_path, backend):
     words = demo.BACKENDS[backend]
-    config = base_config.load(ServerConfig, [demo.ROOT / "config/llm_server.yaml"], words, {})
+    config = base_config.load(
+        ServerConfig, base_config.read_layers([demo.ROOT / "config/llm_server.yaml"], words), {}
+    )
     assert config.llm_server.type == backend
     started = {}
 

@@ -16,7 +16,7 @@ import yaml
 
 import arealite
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.base import config as base_config
+from arealite.base import config_tree
 from arealite.cli.main import COMMANDS
 from arealite.ext.view.metric_names import catalogue
 from tests.ext.web.browser.sites import needs_chromium
@@ -44,7 +44,7 @@ def test_generated_page_is_up_to_date(made: dict[str, str], name: str) -> None:
 
 def test_reference_has_every_key_command_and_metric(made: dict[str, str]) -> None:
     config = made["config.md"]
-    for key, _, _ in base_config.keys(ExperimentConfig):
+    for key, _, _ in config_tree.keys(ExperimentConfig):
         names = key.split(".")
         sections = [".".join(names[:n]) for n in range(1, len(names))]
         is_elsewhere = any(f"### {section}\n\nThe keys of `" in config for section in sections)

@@ -6,22 +6,24 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import RoleError
-from arealite.impl.launcher.processes import Child, end_all, server_gpus, server_overrides, spawn
+from arealite.impl.launcher.processes import Child, end_all, server_gpus, spawn
 
 
 @asynccontextmanager
-async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[None]:
-    """Run `launcher.llm_servers` servers during the body; cancel the body if a server exits.
+async def own_servers(num_servers: int, file: Path) -> AsyncGenerator[None]:
+    """Run servers during the body; cancel the body if a server exits.
+
+    Args:
+        num_servers: Their number.
+        file: Their resolved config. Their logs are in its folder.
 
     Raises:
         RoleError: a server exited and its parent process could not restart it; alone or in an
             exception group.
     """
     children = list[Child]()
-    num_servers = config.launcher.llm_servers
-    command = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]
+    command = [sys.executable, "-m", "arealite.cli.main", "serve-llm", str(file)]
     try:
         async with asyncio.TaskGroup() as watching:
             for index in range(num_servers):
@@ -29,7 +31,7 @@ async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[No
                 child = await spawn(
                     name,
                     command,
-                    log=logs / f"{name}.log",
+                    log=file.with_name(f"{name}.log"),
                     environment=server_gpus(index, num_servers, ranks=0),
                 )
                 children.append(child)

@@ -16,13 +16,12 @@ from arealite.api.agent import load_tokenizer
 from arealite.api.experiment_config import name_dir
 from arealite.api.llm import SamplingConfig, clients
 from arealite.api.task import Task
-from arealite.base import config as base_config
-from arealite.base import log, outputs
+from arealite.base import config_tree, log, outputs
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import read_model
 from arealite.base.signals import on_stop
-from arealite.cli import configs, preflight
+from arealite.cli import configs, preflight, resolved
 from arealite.cli.packages import check_sampling_packages
 from arealite.cli.role import with_externals
 from arealite.ext.evaluation.config import SamplingRunConfig
@@ -73,7 +72,7 @@ def parse(
         description=description,
     )
     outputs.protect()
-    config = configs.resolve_host(config)
+    config = resolved.resolve_host(config)
     return with_defaults(config, used_flags, split)
 
 
@@ -203,7 +202,9 @@ async def _sample(
             stack.push_async_callback(collector.close)
             await sampler.run(tasks, config.n)
 
-    async with own_servers(config, config.folder):
+    num_servers = config.launcher.llm_servers
+    server_file = configs.write_server(config, config.folder) if num_servers else config.folder
+    async with own_servers(num_servers, server_file):
         await with_externals(config, work(), updates=False)
     return sampler.failed
 
@@ -311,7 +312,7 @@ def facts(
         "weights": _weights_digest(folder),
         "dataset_rows": rows["dataset_rows"],
         "dataset_digest": rows["dataset_digest"],
-        **dict(base_config.values("", options)),
+        **dict(config_tree.values("", options)),
     }
 
 

@@ -22,7 +22,7 @@ from arealite.api.reward import Score, make_reward
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base import log
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.proxies import proxy_variable
 from arealite.base.registry import unknown

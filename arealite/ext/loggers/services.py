@@ -6,9 +6,8 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from arealite.api.logger import MetricLogger
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.trial_files import RunPaths
@@ -37,10 +36,8 @@ def run_id(run_root: Path) -> str:
 
 def config_of(run_root: Path) -> dict[str, object]:
     """Return the run's resolved config; {} if it is not written yet."""
-    file = RunPaths(run_root).config
-    if not file.exists():
-        return {}
-    return yaml.safe_load(file.read_text("utf-8"))
+    file = RunPaths(run_root).resolved
+    return config_tree.read(file) if file.exists() else {}
 
 
 class ServiceLogger(MetricLogger):

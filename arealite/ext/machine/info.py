@@ -19,6 +19,7 @@ from arealite.api.experiment_config import ServerConfig
 from arealite.base.extras import extra_requirement
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
+from arealite.cli.resolved import TABLES
 
 InfoLine = tuple[str, str]
 ANSWER_S = 5.0
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parts = {
         "versions": versions(config.llm_server.sglang.python),
         "devices": devices(),
-        "back ends": ((table.kind, ", ".join(table.names())) for table in configs.TABLES.values()),
+        "back ends": ((table.kind, ", ".join(table.names())) for table in TABLES.values()),
         "extras": extras(),
         "sandbox": sandbox(),
     }

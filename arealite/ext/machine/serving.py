@@ -220,7 +220,7 @@ async def _site(bench: Bench, server: str) -> Site:
     if "site" not in bench.cache:
         site = Site(bench, server)
         started_s = time.perf_counter()
-        servers = own_servers(site.config(), bench.folder)
+        servers = own_servers(int(bool(server)), configs.write_server(site.config(), bench.folder))
         await bench.stack.enter_async_context(servers)
         await site.client.start()
         bench.stack.push_async_callback(site.client.close)

@@ -13,10 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from arealite.api.agent import agents
 from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.base import exit_record
+from arealite.base import config_tree, exit_record
+from arealite.base.config import Layer, dotlist, read_layers
 from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.base.exit_record import ERROR
 from arealite.cli import configs, presets
@@ -80,8 +83,8 @@ def resolve(
     user_words: Sequence[str],
     data: PartOptions,
     parts: PartOptions,
-) -> tuple[C, list[str]]:
-    """Return the config of a command, and its words.
+) -> C:
+    """Return the config of a command.
 
     Args:
         schema: The command's root config class.
@@ -95,19 +98,26 @@ def resolve(
     """
     names = [config] if isinstance(config, str | Path) else config
     files = [presets.find(str(name)) for name in names]
-    argv = [*user_words]
-    base = configs.load(schema, files, argv)
-    folder = run_paths(base).root.parent
-    data_paths = {
-        option: data_path(rows, folder, option) for option, rows in data.items() if rows is not None
-    }
-    argv += words(data_paths)
-    argv += part_words(base, {name: part for name, part in parts.items() if part is not None})
-    loaded = configs.load(schema, files, argv)
-    if _needs_server(loaded):
-        argv.append("launcher.llm_servers=1")
-        loaded = configs.load(schema, files, argv)
-    return loaded, [*(f"--config={file}" for file in files), *argv]
+    given_parts = {name: part for name, part in parts.items() if part is not None}
+    layers = read_layers(files, user_words)
+    arguments = dotlist(part_words(given_parts, imports=configs.imports_of(layers)))
+    run = configs.merge(schema, [*layers, Layer("arguments", arguments)])
+    _check_parts(run, given_parts)
+    folder = run_paths(run).root.parent
+    for option, rows in data.items():
+        if rows is not None:
+            run = _replaced(run, option, data_path(rows, folder, option))
+    if "reward" in given_parts:
+        run = _with_reward(run, given_parts["reward"])
+    return _replaced(run, "launcher.llm_servers", 1) if _needs_server(run) else run
+
+
+def _replaced(config: C, key: str, value: object) -> C:
+    """Return a config with another value of the option `key`."""
+    name, _, inner_key = key.partition(".")
+    if inner_key:
+        value = _replaced(getattr(config, name), inner_key, value)
+    return replace(config, **{name: value})
 
 
 def _needs_server(config: ExperimentConfig) -> bool:
@@ -119,43 +129,65 @@ def _needs_server(config: ExperimentConfig) -> bool:
     return not NameRegistry.of(config).list("llm_server")
 
 
-def part_words(base: ExperimentConfig, parts: PartOptions) -> list[str]:
-    """Return the words of `model`, `env`, `agent`, `reward`, and of the `imports` that they need.
+def part_words(parts: PartOptions, *, imports: Sequence[str]) -> list[str]:
+    """Return the words of `model`, `env`, `agent`, and of the `imports` that they need.
+
+    Args:
+        parts: The parts.
+        imports: The option `imports` without them.
 
     Raises:
-        UserError: The run has no such part, or no other process can import it.
+        UserError: No other process can import a part.
     """
-    collector = base.trainer.ppo.collector
-    _check_has_one_env(base, parts)
     options = dict[str, object]()
-    imports = [*base.imports]
+    all_imports = [*imports]
     if "model" in parts:
         model_path = str(parts["model"])
         options["model.path"] = str(hub_folder(model_path) or model_path)
     for name, table in (("env", envs), ("agent", agents)):
-        if name in parts:
-            part_type, modules = registered(parts[name], table)
+        part = parts.get(name)
+        if isinstance(part, str):  # a module of `imports` may register it
+            options[f"{COLLECTOR}.{name}.type"] = part
+        elif part is not None:
+            part_type, modules = registered(part, table)
             options[f"{COLLECTOR}.{name}.type"] = part_type
-            imports += [module for module in modules if module not in imports]
-    if "reward" in parts:
-        env = str(options.get(f"{COLLECTOR}.env.type", collector.env.type))
-        env_options = env if env in envs.configs else envs.base_of(env)
-        if reward_of(replace(collector.env, type=env)) is None:
-            raise UserError(f"reward: environment {env} computes its own. Remove the argument.")
-        options[f"{COLLECTOR}.env.{env_options}.reward"] = reward_options(parts["reward"])
-    return words(options, imports=imports if imports != base.imports else None)
+            all_imports += [module for module in modules if module not in all_imports]
+    return words(options, imports=all_imports if len(all_imports) > len(imports) else None)
 
 
-def _check_has_one_env(config: ExperimentConfig, parts: PartOptions) -> None:
+def _with_reward(config: C, reward: Any) -> C:
+    """Return a config with another reward; other options of rewards stay.
+
+    Raises:
+        UserError: The environment computes its own, or no other process can import a function.
+    """
+    env = config.trainer.ppo.collector.env
+    env_type = env.type
+    reward_config = reward_of(env)
+    if reward_config is None:
+        raise UserError(f"reward: environment {env_type} computes its own. Remove the argument.")
+    tree = config_tree.plain(reward_config)
+    for name, value in msgspec.json.decode(encode(reward_options(reward))).items():
+        tree[name] = tree[name] | value if isinstance(value, dict) else value
+    options_name = env_type if env_type in envs.configs else envs.base_of(env_type)
+    new_reward = config_tree.build(type(reward_config), tree)
+    changed = _replaced(config, f"{COLLECTOR}.env.{options_name}.reward", new_reward)
+    config_tree.check_ranges(changed)
+    return changed
+
+
+def _check_parts(config: ExperimentConfig, parts: PartOptions) -> None:
     """Check that the run has the environment that `env`, `agent` and `reward` are for.
 
     Raises:
-        UserError: An offline trainer has no environment, and collector.envs has several.
+        UserError: An offline trainer has no environment, and collector.envs has several; or a name
+            is unknown.
     """
+    collector = config.trainer.ppo.collector
     env_parts = sorted(parts.keys() - {"model"})
     if not env_parts:
         return
-    if config.trainer.ppo.collector.envs:
+    if collector.envs:
         raise UserError(
             f"{env_parts[0]}: the run has several environments: "
             f"set {COLLECTOR}.envs.NAME in overrides."
@@ -165,14 +197,27 @@ def _check_has_one_env(config: ExperimentConfig, parts: PartOptions) -> None:
             f"{env_parts[0]}: the run has no environment, "
             f"because trainer.type={config.trainer.type}: remove it."
         )
+    envs.check(collector.env.type)
+    agents.check(collector.agent.type)
 
 
 class RunningCommand:
     """A running command. Its output is in the file `log`."""
 
-    def __init__(self, argv: Sequence[str], log: Path) -> None:
+    def __init__(self, argv: Sequence[str], log: Path, *, config: object = None) -> None:
+        """Start a command.
+
+        Args:
+            argv: Its words.
+            log: File of its output.
+            config: Its resolved config, for a file beside the log; None: the words name it.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "arealite.cli.main", *argv]
+        if config is not None:
+            file = log.with_suffix(config_tree.SUFFIX)
+            config_tree.write(config, file)
+            command.append(str(file))
         environment = {
             **os.environ,
             NESTED: "1",

@@ -5,7 +5,7 @@ import signal
 import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def train(
         ArealiteError: The run failed.
     """
 
-    def check() -> tuple[ExperimentConfig, list[str]]:
+    def check() -> ExperimentConfig:
         resolved = resolve(
             ExperimentConfig,
             config,
@@ -79,13 +79,13 @@ def train(
             data={"dataset.train": dataset, "dataset.eval": eval_dataset},
             parts={"model": model, "reward": reward, "env": env, "agent": agent},
         )
-        run_config, _ = resolved
-        preflight.preflight(run_config)
+        preflight.preflight(resolved)
         return resolved
 
-    run_config, argv = checked(check)
+    run_config = checked(check)
     root = run_paths(run_config).root
-    command = RunningCommand(["train", *argv], log=root.with_name(f"{root.name}.log"))
+    log = root.with_name(f"{root.name}.log")
+    command = RunningCommand(["train"], log, config=run_config)
     run = Run(root, _command=command)
     return run.wait() if wait else run
 
@@ -211,12 +211,13 @@ def sample(
     """
     name = f"{kind}-{uuid.uuid4().hex[:8]}"
     named_words = [f"trial_name={name}", *user_words]  # the user may name another trial
-    run_config, argv = checked(lambda: resolve(schema, config, named_words, data, parts))
+    run_config = checked(lambda: resolve(schema, config, named_words, data, parts))
     folder = run_paths(run_config).root.parent
     suffix = "json" if kind == "eval" else "jsonl"
     out = Path(run_config.out or folder / f"{name}.{suffix}").expanduser()
     written_before = _modified_ns(out)
-    command = RunningCommand([kind, *argv, *words(None, out=out)], log=folder / f"{name}.log")
+    run_config = replace(run_config, out=str(out))
+    command = RunningCommand([kind], folder / f"{name}.log", config=run_config)
     code = command.wait()
     has_result = out.exists() and _modified_ns(out) != written_before
     if code not in (0, 1) or not has_result:  # 1 with a result: some samples failed
@@ -260,7 +261,7 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
         UserError: The input is wrong.
     """
 
-    def check() -> tuple[EnvServerConfig, list[str]]:
+    def check() -> EnvServerConfig:
         selected = [envs] if isinstance(envs, str | type) else envs
         names = list[str]()
         imports = list[str]()
@@ -271,9 +272,9 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
         argv = words(overrides, **{"server.port": port, "imports": imports or None})
         argv += words({"environments": names} if len(names) > 1 else {"env.type": names[0]})
         default = configs.CONFIG_DIR / "env_server.yaml"
-        return configs.load(EnvServerConfig, default, argv), argv
+        return configs.load(EnvServerConfig, default, argv)
 
-    server_config, argv = checked(check)
+    server_config = checked(check)
     log = run_paths(server_config).root.with_name(f"serve-{uuid.uuid4().hex[:8]}.log")
-    command = RunningCommand(["serve", *argv], log)
+    command = RunningCommand(["serve"], log, config=server_config)
     return Server(address=command.wait_for_line(SERVING), _command=command)

@@ -26,6 +26,7 @@ from arealite.base.errors import ArealiteError, EpisodeError, UserError, first_o
 from arealite.base.registry import unknown
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
+from arealite.cli.resolved import field_names
 from arealite.ext.agents.config import ScriptedConfig
 from arealite.ext.gateway.families import HERMES
 from arealite.ext.gateway.parser import read_calls
@@ -169,13 +170,13 @@ def parse(argv: Sequence[str]) -> Namespace:
 def full_key(word: str, env: str) -> str:
     """Return an override with the full key of `arealite train`."""
     head, dot, _ = word.split("=", 1)[0].partition(".")
-    if dot and head in (env, *configs.field_names(EnvConfig)):
+    if dot and head in (env, *field_names(EnvConfig)):
         return f"{COLLECTOR}env.{word}"
     if dot and head == "seats":
         return f"{COLLECTOR}{word}"
     env_config = getattr(EnvConfig(), env, None) or envs.configs.get(env)
-    is_env_option = head in configs.field_names(env_config)
-    if head in configs.field_names(ExperimentConfig) and not is_env_option:
+    is_env_option = head in field_names(env_config)
+    if head in field_names(ExperimentConfig) and not is_env_option:
         return word
     return f"{COLLECTOR}env.{env}.{word}"
 

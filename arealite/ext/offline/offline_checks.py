@@ -8,7 +8,7 @@ from arealite.api.engine_config import Head
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.offline import CheckedRows
 from arealite.base import model_folder
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.ext.offline.chat_rows import chat_form
 from arealite.ext.offline.rows import check_examples, read_dataset
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.base.config import Layer, read_layers
 from arealite.base.errors import UserError
 from arealite.cli import configs, options
 
@@ -55,11 +56,13 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
         UserError: See load; or a stage exports no model and the next stage has no model.path.
     """
     stage_configs = list[ExperimentConfig]()
-    for number, layers in enumerate(stages, start=1):
-        shared_overrides = stages[0].overrides if number > 1 else []
-        overrides = [*shared_overrides, *layers.overrides]
-        config = configs.load(ExperimentConfig, layers.files, overrides)
-        path = _stage_model(layers, stage_configs, default=config.model.path)
+    shared_overrides = list[Layer]()
+    for number, stage in enumerate(stages, start=1):
+        *files, overrides = read_layers(stage.files, stage.overrides)
+        config = configs.merge(ExperimentConfig, [*files, *shared_overrides, overrides])
+        if not shared_overrides:
+            shared_overrides = [overrides]
+        path = _stage_model([*files, overrides], stage_configs, default=config.model.path)
         config = replace(config, model=replace(config.model, path=path))
         if number < len(stages):
             config = replace(config, trial_name=f"{config.trial_name}-stage{number}")
@@ -68,21 +71,21 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
 
 
 def _stage_model(
-    layers: options.Layers, earlier: Sequence[ExperimentConfig], *, default: str | None
-) -> str | None:
+    layers: Sequence[Layer], earlier: Sequence[ExperimentConfig], *, default: str
+) -> str:
     """Return the `model.path` that a stage sets itself, else the export of the newest policy.
 
     Args:
-        layers: The sources of the stage's config.
+        layers: The options of the stage.
         earlier: The configs of all earlier stages.
         default: The path if the stage sets none and no earlier stage trains a policy.
 
     Raises:
         UserError: The newest policy is not exported.
     """
-    for layer in configs.read_layers(layers):
-        if "path" in layer.get("model", {}):
-            return layer.model.path
+    for layer in reversed(layers):
+        if "path" in layer.options.get("model", {}):
+            return str(layer.options.model.path)
     policies = [config for config in earlier if config.trainer.type != "reward"]
     if not policies:
         return default

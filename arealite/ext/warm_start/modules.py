@@ -18,11 +18,7 @@ from arealite.impl.launcher.processes import Child, threads
 STAGE_OF_ROLE = {"datapipe": 0, "rollout": 1}
 """Number of the last stage that a role needs; the others need LAST_STAGE."""
 LAST_STAGE = 2
-ALL_ROLES = (
-    "arealite.cli.role",
-    "arealite.ext.warm_start.modules",
-    "arealite.ext.warm_start.caches",
-)
+ALL_ROLES = ("arealite.cli.role", "arealite.ext.warm_start.modules")
 DATAPIPE = (*ALL_ROLES, "arealite.system.data.tasks", "arealite.system.datapipe.datapipe")
 WORKER = ("uvloop", "jinja2", "tokenizers", "arealite.impl.rollout.worker")
 SERVER = (

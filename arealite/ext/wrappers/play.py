@@ -28,6 +28,7 @@ from arealite.api.reward import rewards
 from arealite.api.task import Row, Task
 from arealite.api.tool import tools
 from arealite.base import config as base_config
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.base.registry import import_plugins
 from arealite.ext.gateway.families import HERMES
@@ -160,7 +161,7 @@ def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
     import_plugins(options.get("imports", ()))
     envs.check(kind)
     parts = {table.kind: table.configs for table in (envs, rewards, tools)}
-    default_config = base_config.extend(EnvConfig, parts)()
+    default_config = config_tree.extend(EnvConfig, parts)()
     has_section = hasattr(default_config, kind)
     section = kind if has_section else envs.base_of(kind)
     paths = {"imports": "imports", "runtime": "env.runtime"}
@@ -170,7 +171,7 @@ def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
             path = paths.get(name_of_option, f"env.{section}.{name_of_option}")
             setting_json = msgspec.json.encode(setting).decode()
             words.append(f"{path}={setting_json}")
-        return base_config.load(EnvServerConfig, [], words, parts)
+        return base_config.load(EnvServerConfig, base_config.read_layers([], words), parts)
     except (TypeError, UserError) as error:
         problem = str(error).removeprefix("command line: ")
         raise UserError(f"{kind}: {problem}") from error

@@ -164,7 +164,7 @@ class LocalLauncher(Launcher, Supervisor):
         """Return the command line of one role. Other launchers put their own words before it."""
         arealite = [sys.executable, "-m", "arealite.cli.main"]
         if role == "llm_server":
-            return [*arealite, "serve-llm", *processes.server_overrides(self.config)]
+            return [*arealite, "serve-llm", str(self.paths.server)]
         return [*arealite, "role", role, str(index), str(self.paths.root)]
 
     async def start(self, role: Role) -> None:

@@ -362,7 +362,7 @@ def server_gpus(
 
 
 def server_overrides(config: ExperimentConfig) -> list[str]:
-    """Return the command-line arguments with which serve-llm serves this experiment."""
+    """Return the overrides with which serve-llm serves this experiment."""
     overrides = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.cli import configs, main
+from arealite.cli import main, resolved
 
 
 def test_print_needs_no_slurm_and_writes_no_file(
@@ -41,8 +41,8 @@ def test_missing_or_unknown_cluster_shows_the_usage(
 
 
 def test_host_auto_becomes_this_hosts_address(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(configs, "own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(resolved, "own_address", lambda: "10.0.0.7")
     given = ExperimentConfig()
-    assert configs.resolve_host(given) is given
+    assert resolved.resolve_host(given) is given
     auto = replace(given, cluster=replace(given.cluster, host="auto"))
-    assert configs.resolve_host(auto).cluster.host == "10.0.0.7"
+    assert resolved.resolve_host(auto).cluster.host == "10.0.0.7"

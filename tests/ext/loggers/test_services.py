@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from arealite.api.logger import loggers
-from arealite.base import extras
+from arealite.base import config_tree, extras
 from arealite.base.errors import UserError
+from arealite.base.trial_files import RunPaths
 from arealite.ext.loggers.services import config_of, run_id
 
 pytestmark = pytest.mark.processes
@@ -40,7 +41,7 @@ def root(tmp_path: Path) -> Path:
     """Return a run's folder."""
     folder = tmp_path / "exp" / "trial"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("seed: 3\ntrainer: {type: ppo}\n")
+    config_tree.write({"seed": 3, "trainer": {"type": "ppo"}}, RunPaths(folder).resolved)
     return folder
 
 

@@ -20,6 +20,7 @@ from arealite.cli import configs
 from arealite.ext.notebook import command_line
 from arealite.ext.notebook.command_line import NESTED, RunningCommand, checked, resolve, words
 from tests.ext.notebook import things
+from tests.fakes.loads import counted_loads
 from tests.waiting import until_exited
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +39,7 @@ def made(
     overrides: Any = None,
     data: Mapping[str, Any] | None = None,
     **parts: Any,
-) -> tuple[ExperimentConfig, list[str]]:
+) -> ExperimentConfig:
     """Resolve a command whose names are in the folder of the test."""
     own = [*words(overrides), "cluster.name_root=names"]
     return resolve(ExperimentConfig, config, own, data or {}, parts)
@@ -70,7 +71,7 @@ def test_overrides_as_one_text_are_refused() -> None:
 
 
 def test_arguments_become_options(folder: Path) -> None:
-    config, argv = made(
+    config = made(
         overrides={"trial_name": "mine"},
         data={"dataset.train": things.ROWS, "dataset.eval": None},
         model="m",
@@ -83,20 +84,40 @@ def test_arguments_become_options(folder: Path) -> None:
     assert Path(config.dataset.train).parent == folder / "runs" / "arealite"
     assert config.dataset.eval is None
     assert config.launcher.llm_servers == 1, "the run starts its server"
-    assert argv[0] == f"--config={configs.CONFIG_DIR / 'async_ppo.yaml'}"
-    assert "launcher.llm_servers=1" in argv
+    preset = configs.load(ExperimentConfig, configs.CONFIG_DIR / "async_ppo.yaml", [])
+    assert config.trainer.ppo.total_steps == preset.trainer.ppo.total_steps
+
+
+def test_arguments_are_checked_in_one_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counted_loads(monkeypatch)
+    made(
+        data={"dataset.train": things.ROWS},
+        model="m",
+        env="math",
+        agent="chat",
+        reward=things.length,
+    )
+    assert counts == {"async_ppo.yaml": 1, "ExperimentConfig": 1}
+
+
+def test_command_gets_the_resolved_config_as_a_file(folder: Path) -> None:
+    config = made(overrides={"seed": 7}, env=things.Letters)
+    command = RunningCommand(["check"], folder / "log", config=config)
+    word = command.process.args[-1]  # type: ignore[index]
+    assert configs.load(ExperimentConfig, Path(word), []) == config
+    command.wait()
 
 
 def test_imports_of_the_user_are_kept() -> None:
-    config, _ = made(overrides={"imports": ["json"]}, env=things.Letters)
+    config = made(overrides={"imports": ["json"]}, env=things.Letters)
     assert config.imports == ["json", "tests.ext.notebook.things"]
 
 
 def test_later_config_wins(folder: Path) -> None:
     (folder / "own.yaml").write_text("trainer: {ppo: {max_staleness: 7}}")
-    config, argv = made(["async_ppo", "algo/gspo", Path("own.yaml")])
+    config = made(["async_ppo", "algo/gspo", Path("own.yaml")])
     assert config.trainer.ppo.max_staleness == 7
-    assert [word for word in argv if word.startswith("--config")][-1] == "--config=own.yaml"
+    assert config.trainer.ppo.loss.ratio == "sequence", "of gspo"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +130,34 @@ def test_later_config_wins(folder: Path) -> None:
     ],
 )
 def test_run_that_has_servers_or_needs_none_gets_no_more(config: str, overrides: Any) -> None:
-    assert "launcher.llm_servers=1" not in made(config, overrides)[1]
+    num_servers = (overrides or {}).get("launcher.llm_servers", 0)
+    assert made(config, overrides).launcher.llm_servers == num_servers
 
 
 def test_reward_becomes_options_of_its_environment() -> None:
-    assert made(reward="exact_match")[0].trainer.ppo.collector.env.math.reward.type == "exact_match"
-    tools = made(env="tools", reward="exact_match")[0].trainer.ppo.collector.env.tools
+    assert made(reward="exact_match").trainer.ppo.collector.env.math.reward.type == "exact_match"
+    tools = made(env="tools", reward="exact_match").trainer.ppo.collector.env.tools
     assert tools.reward.type == "exact_match"
+
+
+def test_reward_keeps_the_other_options_of_rewards() -> None:
+    own = {f"{AT}.env.math.reward.function.timeout_s": 7}
+    reward = made(overrides=own, reward={things.length: 2}).trainer.ppo.collector.env.math.reward
+    assert (reward.type, reward.function.timeout_s, reward.function.weights) == ("function", 7, [2])
+    assert reward.function.paths == ["tests.ext.notebook.things:length"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "says"),
+    [
+        (1e10, r"reward\.function\.weights=\[10000000000\.0\] must be at least"),
+        (float("inf"), r"function\.weights\[0\]: Expected `float`, got `null`"),
+        ("heavy", r"function\.weights\[0\]: Expected `float`, got `str`"),
+    ],
+)
+def test_wrong_weight_of_a_reward_is_refused(weight: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        made(reward={things.length: weight})
 
 
 @pytest.mark.parametrize(

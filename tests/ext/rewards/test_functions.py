@@ -11,7 +11,7 @@ import pytest
 
 from arealite.api.reward import RewardConfig, Score, make_reward
 from arealite.api.task import Task
-from arealite.base.config import check_constraints
+from arealite.base.config_tree import check_constraints
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_user_module
 from arealite.ext.rewards.config import FunctionRewardConfig

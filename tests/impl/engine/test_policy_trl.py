@@ -185,7 +185,9 @@ def test_loss_and_gradients_match_trl(case: str, group: None, model: Path, make_
     theirs.backward()
     expected = {name: p.grad for name, p in peer.model.named_parameters()}
 
-    config = base_config.load(ExperimentConfig, [PRESETS / f"{preset}.yaml"], [], {}).trainer.ppo
+    config = base_config.load(
+        ExperimentConfig, base_config.read_layers([PRESETS / f"{preset}.yaml"], []), {}
+    ).trainer.ppo
     loss = replace(config.loss, **change)
     ours, stats = gradients(model, batch.rows(loss.reduction), loss, config.kl)
     assert stats["loss"] == pytest.approx(float(theirs.detach()), rel=1e-5, abs=1e-6)

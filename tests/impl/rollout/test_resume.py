@@ -26,7 +26,7 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import ClusterConfig
 from arealite.api.turns import decode_turn
-from arealite.base.config import save
+from arealite.base.config_tree import write
 from arealite.ext.audit.audit import audit
 from arealite.system.datapipe import workers as datapipe_workers
 from arealite.system.datapipe.datapipe import Datapipe
@@ -68,7 +68,7 @@ def experiment(root: Path) -> ExperimentConfig:
 async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
     paths = run_paths(config)
     paths.root.mkdir(parents=True, exist_ok=True)
-    save(config, paths.config)
+    write(config, paths.resolved)
     command = ["-m", "arealite.cli.main", "role", "rollout", "0", str(paths.root)]
     return await asyncio.create_subprocess_exec(
         sys.executable, *command, cwd=ROOT, env=ENVIRONMENT, stderr=asyncio.subprocess.DEVNULL,

@@ -6,18 +6,17 @@ A child that crashes, hangs or leaks memory is replaced. Only its own episodes f
 import asyncio
 import os
 import sys
-import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from arealite.api.env_config import EnvConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.trial import TrialConfig
-from arealite.base import log
-from arealite.base.config import save_changes
+from arealite.base import config_tree, log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.ext.hosting.client.server_pool import ServerPool, parse
 from arealite.ext.hosting.client.session_channel import ServerState
@@ -107,9 +106,10 @@ class Children:
 
     async def _launch(self) -> tuple[Child, str]:
         """Start a child; return it and its address when it listens."""
-        with tempfile.NamedTemporaryFile(suffix=".yaml") as config:
-            save_changes(self._config, Path(config.name))
-            words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "env_server.msgpack"
+            config_tree.write(self._config, file)
+            words = [sys.executable, "-m", "arealite.cli.main", "serve", str(file)]
             child = await spawn(
                 self.name,
                 words,
