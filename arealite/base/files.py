@@ -1,6 +1,5 @@
-"""Writes files that appear whole, with the mode that the umask gives; hashes files."""
+"""Writes files that appear whole, with the mode that the umask gives."""
 
-import hashlib
 import os
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -25,12 +24,6 @@ def replacing(file: Path) -> Generator[Path]:
     finally:
         with suppress(OSError):  # renamed, or never created
             temporary.unlink()
-
-
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal digits."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def follow_umask(files: Iterable[Path]) -> None:

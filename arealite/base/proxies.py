@@ -1,15 +1,13 @@
 """Environment variables of HTTP proxies. Programs must reach the addresses of a run directly."""
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BYPASS = ("NO_PROXY", "no_proxy")
 """Variables with the hosts that need no proxy. Each program reads one of them."""
 NO_HOSTS = ("", "auto", "0.0.0.0", "::")
 """Values of options for a host that name no host."""
-PROXIES = ("http_proxy", "all_proxy")
-"""Variables with the proxy of http URLs, in lower case."""
 
 
 def bypass_proxies(*hosts: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -35,11 +33,3 @@ def bypass_proxies(*hosts: str, environment: MutableMapping[str, str] = os.envir
                 entries.append(host)
                 present.add(host)
         environment[name] = ",".join(entries)
-
-
-def proxy_variable(environment: Mapping[str, str]) -> str:
-    """Return the name of the variable that sets a proxy for http URLs; "" without one."""
-    for name, value in environment.items():
-        if value and name.lower() in PROXIES:
-            return name
-    return ""

@@ -47,17 +47,6 @@ def make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
     return folder, lock
 
 
-def lock_holder(file: Path) -> int:
-    """Return the id of this host's process that has locked `file`; 0 if there is none."""
-    with suppress(OSError, ValueError):
-        pid = int(file.read_text())
-        descriptors = Path(f"/proc/{pid}/fd").iterdir()
-        open_files = [os.path.realpath(descriptor) for descriptor in descriptors]
-        if os.path.realpath(file) in open_files:
-            return pid
-    return 0
-
-
 @contextmanager
 def lock_file(file: Path, *, fix: str) -> Generator[None]:
     """Lock `file` during the body.

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base.proxies import bypass_proxies, proxy_variable
+from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs, resolved
 from arealite.cli import main as cli
+from arealite.ext.harness.env import proxy_variable
 
 OURS = "localhost,127.0.0.1,::1"
 

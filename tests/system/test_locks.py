@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.system.locks import lock_file, lock_folder, lock_holder, remove_unlocked
+from arealite.ext.view.why import lock_holder
+from arealite.system.locks import lock_file, lock_folder, remove_unlocked
 
 HOLD = """
 import sys

@@ -13,9 +13,9 @@ from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import import_optional
-from arealite.base.registry import import_function
 from arealite.ext.adapters.blocking import EnvStuck, Instance, Threads, start
 from arealite.ext.adapters.config import LibraryConfig
+from arealite.ext.rewards.user_functions import import_function
 
 
 def seed_of(task: Task) -> int:

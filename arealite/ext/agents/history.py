@@ -14,14 +14,8 @@ from arealite.api.hooks import TextAfterAnswer, TextAfterAnswerMaker
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.base import entries, log
-from arealite.system.data.templates import (
-    beginning_of,
-    common_prefix_length,
-    decode,
-    encode_after,
-    render_prompt,
-    stop_text,
-)
+from arealite.ext.agents.turn_tokens import common_prefix_length, encode_after, stop_text
+from arealite.system.data.templates import beginning_of, decode, render_prompt
 
 logger = log.get(__name__)
 

@@ -2,13 +2,15 @@
 --token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'
 --rotate creates a new secret; stop all processes of the trial first."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import FILE, read_secret, rotate_secret
+from arealite.system.names.trial_secret import FILE, Secret, put_secret, read_secret
 
 ROTATE = "--rotate"
 TOKEN = "--token"
@@ -33,3 +35,12 @@ def main(argv: Sequence[str]) -> int:
         secret = rotate_secret(names.root)
     print(secret.token if TOKEN in argv else names.root / FILE)
     return 0
+
+
+def rotate_secret(folder: Path) -> Secret:
+    """Replace the trial's secret, and return the new one.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    return put_secret(folder, os.replace)

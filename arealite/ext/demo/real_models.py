@@ -13,7 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from arealite.base.errors import UserError
-from arealite.base.files import sha256_of
+from arealite.ext.gguf.gguf_file import sha256_of
 
 PLAIN_CHAT = """\
 {{- bos_token -}}

@@ -5,10 +5,10 @@ from typing import Any
 
 from arealite.api.observation import ChatMessage
 from arealite.base.errors import UserError
+from arealite.ext.agents.turn_tokens import special_text
 from arealite.ext.gateway.families import family_of
 from arealite.ext.gateway.rendering import TOOLS, Renderer
 from arealite.ext.gateway.request_data import function_call
-from arealite.system.data.templates import special_text
 
 
 class TextAfterChannels:

@@ -17,6 +17,7 @@ import msgspec
 
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
+from arealite.ext.agents.turn_tokens import encode_after, stop_text
 from arealite.ext.gateway import tree
 from arealite.ext.gateway.apis import past_messages
 from arealite.ext.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
@@ -24,7 +25,7 @@ from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswe
 from arealite.ext.gateway.text_completions import TextCompletions
 from arealite.ext.gateway.tree import Key, KeyedMessage, MessageNode, Prompt, Sample
 from arealite.system.data.forms import tool_calls
-from arealite.system.data.templates import decode, encode, encode_after, stop_text
+from arealite.system.data.templates import decode, encode
 
 LONG = 2000
 """Texts with more characters are rendered and tokenised in a thread; parts of a request with more

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
+from arealite.ext.agents.turn_tokens import special_text
 from arealite.ext.gateway.families import FAMILIES, CallError, Family, MarkedPart, ToolSchemas, skip
 from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.request_data import (
@@ -20,7 +21,7 @@ from arealite.ext.gateway.request_data import (
     StopReason,
 )
 from arealite.ext.gateway.tree import Prompt
-from arealite.system.data.templates import decode, special_text
+from arealite.system.data.templates import decode
 
 SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""

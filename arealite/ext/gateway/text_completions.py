@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arealite.api.episode import Origin
+from arealite.ext.agents.turn_tokens import encode_after
 from arealite.ext.gateway.rendering import Renderer
 from arealite.ext.gateway.request_data import ApiError, ParsedAnswer
 from arealite.ext.gateway.tree import Prompt
-from arealite.system.data.templates import encode_after, tokenize
+from arealite.system.data.templates import tokenize
 
 
 @dataclass(eq=False, kw_only=True)

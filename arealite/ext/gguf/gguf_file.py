@@ -5,6 +5,7 @@ This module checks that it has read every tensor, splits texts as the file says 
 fewer ways), and adds the end of a turn to the generation config.
 """
 
+import hashlib
 import io
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import check_installed, extra_requirement
-from arealite.base.files import cache_folder, sha256_of
+from arealite.base.files import cache_folder
 from arealite.cli.line_wrap import fold
 
 PACKAGES = "gguf", "accelerate"
@@ -339,3 +340,9 @@ def _quiet() -> Generator[None]:
             yield
     finally:
         transformers_logging.set_verbosity(level)
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal digits."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

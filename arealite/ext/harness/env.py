@@ -24,7 +24,6 @@ from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.config_tree import check_constraints
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.proxies import proxy_variable
 from arealite.base.registry import unknown
 from arealite.ext.gateway.gateway import Gateway
 from arealite.ext.gateway.session import GatewaySession
@@ -36,6 +35,9 @@ from arealite.ext.tools.env import arithmetic
 from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
+
+PROXIES = ("http_proxy", "all_proxy")
+"""Variables with the proxy of http URLs, in lower case."""
 
 
 class HarnessSilent(EpisodeError, failure_class="harness_silent"):
@@ -316,3 +318,11 @@ def score_of(reward: object, source: str) -> Score:
         raise HarnessFailed(
             f"{source} gave {reward!r:.60}, and must give a number, or a dict of numbers"
         ) from error
+
+
+def proxy_variable(environment: Mapping[str, str]) -> str:
+    """Return the name of the variable that sets a proxy for http URLs; "" without one."""
+    for name, value in environment.items():
+        if value and name.lower() in PROXIES:
+            return name
+    return ""

@@ -13,10 +13,10 @@ from traceback import extract_tb
 
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.registry import import_function
 from arealite.ext.adapters.blocking import Threads, start
 from arealite.ext.gateway.session import Endpoint
 from arealite.ext.harness.programs import AT, HarnessFailed
+from arealite.ext.rewards.user_functions import import_function
 from arealite.impl.rollout.failures import root_error
 
 THREADS = 256

@@ -12,14 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from arealite.base.errors import UserError
+from arealite.ext.agents.turn_tokens import common_prefix_length
 from arealite.ext.prompts.rendering_probes import MARKER, dropped_messages
 from arealite.system.data.forms import thought_of, tool_calls, with_thought
-from arealite.system.data.templates import (
-    MARK,
-    common_prefix_length,
-    encode,
-    render,
-)
+from arealite.system.data.templates import MARK, encode, render
 
 ChatMessages = Sequence[dict[str, Any]]
 

@@ -15,11 +15,12 @@ import numpy as np
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import PlacedRow
 from arealite.base.errors import UserError
+from arealite.ext.agents.turn_tokens import common_prefix_length
 from arealite.ext.offline.answers import RenderedConversation, special_tokens
 from arealite.ext.offline.tool_schemas import read_tools
 from arealite.ext.prompts.rendering_probes import unread_keys
 from arealite.system.data.forms import check_prompt, tool_calls
-from arealite.system.data.templates import common_prefix_length, encode, tokenize
+from arealite.system.data.templates import encode, tokenize
 
 if TYPE_CHECKING:
     from arealite.api.tokenizer import Tokenizer
@@ -168,7 +169,9 @@ class RowEncoder:
         prompt = columns.get("prompt")
         answer_columns = {"completion"} if name == "completion" else {"chosen", "rejected"}
         if prompt is None and isinstance(answer, list):
-            num_shared = common_prefix_length(columns["chosen"], columns["rejected"])
+            chosen = columns["chosen"]
+            rejected = columns["rejected"]
+            num_shared = common_prefix_length(chosen, rejected)
             prompt = answer[:num_shared]
             answer = answer[num_shared:]
         elif prompt is not None:

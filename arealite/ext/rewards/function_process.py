@@ -25,8 +25,9 @@ import msgspec
 from arealite.base import outputs
 from arealite.base.errors import EpisodeError, RewardTimeout, UserError
 from arealite.base.printable import guard_output
-from arealite.base.registry import import_function, import_user_module
+from arealite.base.registry import import_user_module
 from arealite.base.signals import kill_with_parent
+from arealite.ext.rewards.user_functions import import_function
 
 OPTION = "reward.function.paths"
 READY = 0

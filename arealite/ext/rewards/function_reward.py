@@ -20,10 +20,10 @@ from typing import Any
 from arealite.api.reward import Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.registry import import_function
 from arealite.ext.rewards.config import FunctionRewardConfig
 from arealite.ext.rewards.function_process import OPTION
 from arealite.ext.rewards.process_pool import ProcessPool
+from arealite.ext.rewards.user_functions import import_function
 
 RESERVED_NAMES = ("self", "value")
 """Names that a part of a reward cannot have: parameters of `Agent.reward`."""

@@ -10,6 +10,7 @@ from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import eos_tokens
 from arealite.ext.agents.tool_use import ToolUseAgent, format_of
+from arealite.ext.agents.turn_tokens import common_prefix_length
 from arealite.ext.gateway.families import family_of
 from arealite.ext.gateway.parser import read_calls
 from arealite.ext.gateway.rendering import Renderer
@@ -17,7 +18,6 @@ from arealite.ext.gateway.request_data import ApiError, function_call
 from arealite.ext.offline.answers import USER, marker_id, turn_end
 from arealite.ext.prompts.prompt_checks import check_rendering, has_chat_template, uses_template
 from arealite.system.data.tasks import FIRST_ROWS
-from arealite.system.data.templates import common_prefix_length
 
 ARGUMENTS = {"query": "a b", "count": 3}
 

@@ -9,12 +9,12 @@ from arealite.api.engine import Stats
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
+from arealite.ext.step_metrics import token_stats_store as stats_files
 from arealite.ext.step_metrics.token_metrics import joined
+from arealite.ext.step_metrics.token_stats_store import TokenStats
 from arealite.impl.trainer.batch import TrainBatch
 from arealite.impl.trainer.metrics import Metrics
 from arealite.impl.trainer.rank_group import World
-from arealite.system.ledger import token_stats as stats_files
-from arealite.system.ledger.token_stats import TokenStats
 
 logger = log.get(__name__)
 
@@ -63,7 +63,8 @@ def token_stats(batch: TrainBatch) -> TokenStats:
 
     def field(name: str) -> np.ndarray:
         """Return a field of all tokens; NaN for rows without it, which no update trained."""
-        return joined([row.fields.get(name, row.loss_mask * np.nan) for row in rows])
+        values = [row.fields.get(name, row.loss_mask * np.nan) for row in rows]
+        return joined(values)
 
     def packed(values: np.ndarray) -> bytes:
         """Return values of the sampled tokens in 16 bits, NaN outside the loss."""

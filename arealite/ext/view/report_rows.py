@@ -19,7 +19,7 @@ from arealite.api.payloads import Payload
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trajectory_tree import decode_segments
 from arealite.base.trial_files import RunPaths
-from arealite.system.ledger import token_stats
+from arealite.ext.step_metrics import token_stats_store as token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 
 CHUNK_TOKENS = 1 << 16

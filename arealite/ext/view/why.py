@@ -1,6 +1,9 @@
 """`arealite why RUN`: find the process that blocks a run; print the state of every role."""
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir
@@ -12,7 +15,6 @@ from arealite.cli.options import run_parser
 from arealite.ext.diagnosis.diagnosis import examine
 from arealite.ext.diagnosis.explain import explain
 from arealite.system.health.role_status import read_roles
-from arealite.system.locks import lock_holder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,3 +41,14 @@ def main(argv: Sequence[str]) -> int:
         print(fold(f"the launcher ended: {paths.end.read_text()}"))
     print(fold(explain(folder, findings, logs=paths.logs)))
     return 1 if findings else 0
+
+
+def lock_holder(file: Path) -> int:
+    """Return the id of this host's process that has locked `file`; 0 if there is none."""
+    with suppress(OSError, ValueError):
+        pid = int(file.read_text())
+        descriptors = Path(f"/proc/{pid}/fd").iterdir()
+        open_files = [os.path.realpath(descriptor) for descriptor in descriptors]
+        if os.path.realpath(file) in open_files:
+            return pid
+    return 0

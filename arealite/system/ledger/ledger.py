@@ -530,11 +530,9 @@ def read_payloads(
         read_any_format(db)
         for trajectory_id in ids:
             row = db.execute(query, (trajectory_id,)).fetchone()
-            payload = dropped
-            if row is not None and row[1] is not None:
-                prompt, turns = row
-                payload = Payload(prompt=prompt, turns=turns)
-            if payload is None or row is None:
+            prompt, turns = row or (b"", None)
+            payload = dropped if turns is None else Payload(prompt=prompt, turns=turns)
+            if row is None or payload is None:
                 raise InvariantError(
                     f"trajectory {trajectory_id} is in a batch but not in the ledger {path}"
                 )

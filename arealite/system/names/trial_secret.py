@@ -67,19 +67,10 @@ def create_secret(folder: Path) -> Secret:
     Raises:
         UserError: the folder cannot be written.
     """
-    return read_secret(folder) or _put(folder, os.link)
+    return read_secret(folder) or put_secret(folder, os.link)
 
 
-def rotate_secret(folder: Path) -> Secret:
-    """Replace the trial's secret, and return the new one.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    return _put(folder, os.replace)
-
-
-def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
+def put_secret(folder: Path, put: Callable[[str, Path], None]) -> Secret:
     """Write a new secret to a temporary file; `put` (os.link or os.replace) moves it in place."""
     name = ""
     try:

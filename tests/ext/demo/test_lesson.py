@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import InvariantError, UserError
-from arealite.base.registry import import_function
 from arealite.ext.demo.lesson import Lesson, find_lesson, names_of_lessons, write_data
 from arealite.ext.demo.lessons import gsm_symbolic, sums, tool_call
 from arealite.ext.gateway.families import HERMES
 from arealite.ext.gateway.parser import read_calls
+from arealite.ext.rewards.user_functions import import_function
 from arealite.ext.tools.calculator import CalculatorTool, evaluate
 
 ANY_FORM_LESSONS = {"gsm_symbolic"}

@@ -12,9 +12,9 @@ from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.ext.step_metrics.token_stats_files import token_stats
+from arealite.ext.step_metrics.token_stats_store import read
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.impl.trainer.ppo import PPOTrainer
-from arealite.system.ledger.token_stats import read
 from tests.impl.trainer.scripted import Stage
 from tests.impl.trainer.trajectories import batch, header, segment
 
@@ -90,7 +90,7 @@ def test_failed_token_stats_write_is_logged_once_and_the_run_continues(
         tried.append(step)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("arealite.system.ledger.token_stats.write", full)
+    monkeypatch.setattr("arealite.ext.step_metrics.token_stats_store.write", full)
     stage = Stage()
     with capture_logs() as logs:
         PPOTrainer(experiment(tmp_path), stage.components()).train()

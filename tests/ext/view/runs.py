@@ -23,12 +23,12 @@ from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base import config as base_config
 from arealite.base.trial_files import RunPaths
+from arealite.ext.step_metrics import token_stats_store as token_stats
+from arealite.ext.step_metrics.token_stats_store import TokenStats
 from arealite.ext.view.report_text import ALPHABET
 from arealite.impl.rollout.tree_maker import make_tree
-from arealite.system.ledger import token_stats
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
-from arealite.system.ledger.token_stats import TokenStats
 from tests.impl.trainer.trajectories import header
 from tests.payloads import encode_segments
 from tests.system.scenes import experiment

@@ -15,12 +15,12 @@ from tokenizers.models import BPE
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
+from arealite.ext.step_metrics import token_stats_store as token_stats
+from arealite.ext.step_metrics.token_stats_store import TokenStats
 from arealite.ext.view import report_rows, report_run
 from arealite.ext.view.report import write_report
 from arealite.ext.view.report_text import ALPHABET, Vocabulary
-from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.token_stats import TokenStats
 from tests.ext.view.runs import (
     add_failure,
     add_token_stats,

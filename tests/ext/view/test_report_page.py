@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from arealite.api.episode import Origin
 from arealite.base.trial_files import RunPaths
+from arealite.ext.step_metrics import token_stats_store as token_stats
+from arealite.ext.step_metrics.token_stats_store import TokenStats
 from arealite.ext.view import report_rows
 from arealite.ext.view.report import write_report
-from arealite.system.ledger import token_stats
-from arealite.system.ledger.token_stats import TokenStats
 from tests.ext.view.runs import (
     add_failure,
     branched_header,

@@ -61,11 +61,16 @@ def read(folder: Path, step: int, *, ranks: int) -> dict[str, tuple[np.ndarray, 
             stats = msgspec.msgpack.decode(encoded, type=TokenStats)
             advantages_N = np.frombuffer(stats.advantages, "<f2")
             differences_N = np.frombuffer(stats.differences, "<f2")
-            bounds = pairwise(np.cumsum([0, *stats.counts]).tolist())
-            for trajectory_id, (begin, end) in zip(stats.trajectory_ids, bounds, strict=True):
+            ends = np.cumsum([0, *stats.counts])
+            bounds = pairwise(ends.tolist())
+            pairs = zip(stats.trajectory_ids, bounds, strict=True)
+            for trajectory_id, (begin, end) in pairs:
                 advantages_n = advantages_N[begin:end]
                 differences_n = differences_N[begin:end]
-                stats_by_id[trajectory_id] = advantages_n, differences_n
+                stats_by_id[trajectory_id] = (
+                    advantages_n,
+                    differences_n,
+                )
     return stats_by_id
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arealite.system.ledger.token_stats import TokenStats, read, write
+from arealite.ext.step_metrics.token_stats_store import TokenStats, read, write
 
 
 def stats(name: str, *values: float) -> TokenStats:
