@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
@@ -36,6 +37,7 @@ SLOTS = 64
 """Episodes in flight at most."""
 GROUP_SIZE, NUM_GROUPS = 4, 8
 TRAIN_S, PUBLISH_S = 8.0, 1.0
+NO_PAYLOAD = Payload(prompt=b"", turns=b"")
 
 
 def length_of(seed: int, group_id: str, member: int) -> int:
@@ -167,7 +169,7 @@ class Trial:
                 headers=[header],
                 failure=None,
             ),
-            [b""],
+            [NO_PAYLOAD],
         )
 
     def trained(self) -> None:

@@ -133,7 +133,7 @@ def test_adapter_of_another_rank_is_refused_by_check(
     adapter = tiny_adapter(model.parent / "adapter", r=8)
     line = refused(capsys, "check", *words(model), f"model.adapter={adapter}")
     assert line.count("layers.0.self_attn.q_proj.lora_A.weight") == 1
-    assert "(4 in all). Use another." in line
+    assert "has shape [4, 32], but [8, 32] in its config on this model. Use another." in line
 
 
 def test_adapter_of_the_head_is_refused_with_the_fix(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from arealite.api.llm import LLMRequest, SamplingConfig
+from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.impl.client import sglang_messages
 from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
@@ -99,7 +100,7 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
         sampling=SamplingConfig(),
         on_tokens=told.append,
     )
-    stream = sglang_messages.Stream(request)
+    stream = TokenStream(request)
     sampling = {"max_new_tokens": 30, "ignore_eos": True, "stream_interval": 8}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     if server.hold is not None:  # else a slow client may get everything in one event

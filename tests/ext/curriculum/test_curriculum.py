@@ -16,6 +16,7 @@ from arealite.ext.curriculum.curriculum import Curriculum
 from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.task_order import make_sampler
+from tests.payloads import GARBAGE
 from tests.system.datapipe.stores import OpenStore
 from tests.system.scenes import episode, failed
 
@@ -70,7 +71,7 @@ def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:
         drawn[name] += 1
         for member in lease.members:
             won = member < group.size * chance(name, group.seq)
-            store.add_episode(episode(lease, member, reward=float(won)), [b""])
+            store.add_episode(episode(lease, member, reward=float(won)), [GARBAGE])
     return drawn
 
 
@@ -157,7 +158,7 @@ def test_samples_without_a_score_do_not_change_the_rate(
         lease = store.lease(group, worker_id="w", credit=9)
         for member in lease.members:
             made = episode(lease, member, reward=rewards[min(member, 1)])
-            store.add_episode(made, [b""])
+            store.add_episode(made, [GARBAGE])
     known = [share for own in curriculum(store).recent.values() for share in own.values()]
     assert known == [1.0]
     went_on = opened()

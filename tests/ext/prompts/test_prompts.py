@@ -17,7 +17,7 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
-from arealite.base import config as base_config
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.ext.agents.chat import ChatAgent
 from arealite.ext.agents.config import ChatConfig
@@ -150,7 +150,7 @@ def terse_agent() -> ExperimentConfig:
         templates_observation = True
 
     agents.register("terse", config=TerseConfig)(TerseAgent)
-    options_of: Any = base_config.extend(AgentConfig, {"agent": {"terse": TerseConfig}})
+    options_of: Any = config_tree.extend(AgentConfig, {"agent": {"terse": TerseConfig}})
     collector = CollectorConfig(agent=options_of(type="terse"))
     return ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(collector=collector)))
 

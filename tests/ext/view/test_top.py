@@ -37,7 +37,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
-    run.paths.metrics.write_text(line(0) + line(1))
+    run.paths.metrics.write_text(line(1) + line(2))
     return run
 
 
@@ -52,7 +52,7 @@ def top(run: Run, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int,
 
 
 def test_finished_run_is_shown_once(run: Run, capsys: pytest.CaptureFixture[str]):
-    add(run, 2)
+    add(run, 3)
     code, text = top(run, capsys)
     assert code == 0 and "\x1b" not in text
     assert "arealite/trial · async_ppo · finished" in text and "3 of 3" in text
@@ -70,7 +70,7 @@ def test_pipe_gets_a_line_per_step_and_the_panel_at_the_end(run: Run):
     with spawned(command, os.environ) as process:
         assert process.stdout is not None
         lines = list[str]()
-        for step in range(2, 2000):  # only lines after the start are printed
+        for step in range(3, 2000):  # only lines after the start are printed
             add(run, step)
             if select.select([process.stdout], [], [], 0.1)[0]:
                 lines.append(process.stdout.readline())
@@ -116,10 +116,10 @@ def test_q_exits_and_restores_the_terminal(run: Run):
     show(run.vitals, "trainer-0")
     with terminal([*TOP, str(run.paths.root), "--every", "0.1"]) as on:
         on.until("2 of 3")
-        add(run, 2)
+        add(run, 3)
         on.until("3 of 3")
         anew = run.paths.root / "anew"
-        anew.write_text(line(0))
+        anew.write_text(line(1))
         os.replace(anew, run.paths.metrics)  # as a resumed trainer does
         on.until("1 of 3")
         assert on.mode != on.first_mode
@@ -140,7 +140,7 @@ def test_each_kind_of_exit_restores_the_terminal(run: Run, ends: str):
         elif ends == "sigterm":
             on.process.terminate()
         else:
-            add(run, 2)
+            add(run, 3)
             (run.vitals / "trainer-0.json").unlink()
         assert on.end() == 0 and on.mode == on.first_mode
         screen = on.screen()

@@ -27,12 +27,12 @@ def line(step: int, *, at: float, **metrics: float) -> str:
 
 def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "metrics.jsonl"
-    file.write_text(line(0, at=1.0))
+    file.write_text(line(1, at=1.0))
     progress = RunProgress(file, total_steps=3, every=1)
     progress.poll()
     assert capsys.readouterr().out == "", "an earlier run's line"
     with file.open("a") as output:
-        output.write(line(1, at=2.0) + line(2, at=3.0)[:10])
+        output.write(line(2, at=2.0) + line(3, at=3.0)[:10])
     progress.poll()
     assert capsys.readouterr().out.startswith("step 2/3  reward 0.500")
     progress.poll()
@@ -41,11 +41,11 @@ def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_rewritten_file_is_read_from_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(line(step, at=1.0, note=1.5) for step in range(9)))
+    file.write_text("".join(line(step, at=1.0, note=1.5) for step in range(1, 10)))
     progress = RunProgress(file, total_steps=9, every=1)
     progress.poll()
     shorter = tmp_path / "new"
-    shorter.write_text(line(0, at=1.0) + line(1, at=2.0))
+    shorter.write_text(line(1, at=1.0) + line(2, at=2.0))
     os.replace(shorter, file)
     progress.poll()
     assert capsys.readouterr().out.splitlines() == ["step 2/9  reward 0.500"]
@@ -104,7 +104,7 @@ def test_lines_of_a_host_whose_clock_is_behind_are_shown(
 ):
     file, now = tmp_path / "metrics.jsonl", time.time()
     progress = RunProgress(file, total_steps=2, every=1)
-    file.write_text(line(0, at=now - 3600) + line(1, at=now - 7200))
+    file.write_text(line(1, at=now - 3600) + line(2, at=now - 7200))
     progress.poll()
     assert len(capsys.readouterr().out.splitlines()) == 2 and progress.trained
 
@@ -130,7 +130,7 @@ def trained(step):
     progress.poll()
 with progress.shown():
     progress.say("the first line")
-    trained(0); trained(1)
+    trained(1); trained(2)
     until((root / "go").exists, what="the test")
     BODY
 print("after it")
@@ -140,7 +140,7 @@ print("after it")
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
-    for step in range(3):
+    for step in range(1, 4):
         told = line_of(step, at=time.time() + step, time__step_s=1.5)
         (run.paths.root / f"step-{step}").write_text(told)
     return run
@@ -164,7 +164,7 @@ def panels(screen: Screen) -> list[int]:
 
 
 def test_panel_is_below_the_printed_lines(run: Run):
-    body = "log.get('a').warning('of ours'); progress.say('a line\\nof two'); trained(2)"
+    body = "log.get('a').warning('of ours'); progress.say('a line\\nof two'); trained(3)"
     with shown(run, body) as on:
         on.until("2 of 3", then="╯")
         (top,) = panels(screen := on.screen(upto="╯"))
@@ -189,7 +189,7 @@ def test_traceback_is_below_the_last_panel(run: Run):
 
 
 def test_last_panel_is_complete_despite_foreign_output_and_input(run: Run):
-    body = "subprocess.run(['sh', '-c', 'echo of a child >&2']); trained(2)"
+    body = "subprocess.run(['sh', '-c', 'echo of a child >&2']); trained(3)"
     with shown(run, body) as on:
         on.until("2 of 3")
         on.press("typed\n")
@@ -202,7 +202,7 @@ def test_last_panel_is_complete_despite_foreign_output_and_input(run: Run):
 
 
 def test_panel_fits_a_resized_terminal(run: Run):
-    with shown(run, "trained(2)") as on:
+    with shown(run, "trained(3)") as on:
         on.until("2 of 3")
         on.resize(50, 12)
         on.until(f"╰{'─' * 46}╯")
@@ -215,7 +215,7 @@ def test_panel_fits_a_resized_terminal(run: Run):
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true"}])
 def test_output_without_a_panel_has_lines(run: Run, environment: dict[str, str]):
-    with shown(run, "trained(2)", **environment) as on:
+    with shown(run, "trained(3)", **environment) as on:
         go_on(run)
         assert on.end() == 0
         told = [f"step {step}/3  reward 0.500" for step in (1, 2, 3)]
@@ -225,7 +225,7 @@ def test_output_without_a_panel_has_lines(run: Run, environment: dict[str, str])
 def test_panel_that_fails_shows_its_error_and_the_run_continues(run: Run):
     breaks = "from arealite.ext.view.snapshot import RunReader\nRunReader.read = lambda self: 1 / 0"
     broken = SHOWN.replace("root =", f"{breaks}\nroot =")
-    with terminal(["-c", broken.replace("BODY", "trained(2)"), str(run.paths.root)]) as on:
+    with terminal(["-c", broken.replace("BODY", "trained(3)"), str(run.paths.root)]) as on:
         on.until("no panel: ZeroDivisionError")
         go_on(run)
         assert on.end() == 0 and on.screen().lines[-2] == "after it"
