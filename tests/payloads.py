@@ -63,3 +63,12 @@ def result_frames(
     """Return a result and the frames that follow it."""
     prompts, frames = to_frames(payloads)
     return Result(worker_id=worker_id, episodes=[*episodes], prompts=prompts), frames
+
+
+def decode_segments(payload: Payload) -> list[Segment]:
+    """Unpack the segments of a payload.
+
+    Raises:
+        msgspec.MsgspecError: The bytes are no payload.
+    """
+    return TrajectoryTree.decode(payload).segments()

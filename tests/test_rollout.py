@@ -29,13 +29,13 @@ from arealite.api.llm import clients
 from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
-from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.main import run
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import load_tasks
 from arealite.system.names.name_registry import NameRegistry
+from tests.payloads import decode_segments
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "config" / "async_ppo.yaml"

@@ -68,16 +68,16 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
 class TurnNode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A turn of a trajectory, as a node of a tree: what follows the tokens that it shares.
 
-    The worker records it, messages carry it, and the ledger stores it. A digest is made when the
-    request is sent, and when its answer arrives. It proves that these tokens are the trained ones.
+    The worker makes it, messages carry it, and the ledger stores it. The digest of the prompt is
+    made when the request is sent. Equal digests show that the trained tokens are these.
     N = sampled tokens; arrays are raw little-endian bytes.
     """
 
     parent: Annotated[int, msgspec.Meta(ge=-1)]
-    """Index of an earlier turn, whose prompt and answer begin with the same tokens; -1: none, and
-    the prompt of the trajectory begins with them."""
+    """Index of the earlier turn whose first `shared` tokens this turn begins with; -1: the
+    trajectory's prompt."""
     shared: Count
-    """Number of these tokens."""
+    """Number of first tokens that are those of `parent`."""
     added: bytes
     """int32: the tokens of the prompt after the shared ones."""
     ids: bytes
@@ -134,7 +134,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     versions: bytes
     """int32 [T]: policy version that sampled the token; -1 where loss_mask is 0."""
     rewards: bytes
-    """float32 [T]: the turn's reward at its last sampled token, else 0."""
+    """float32 [T]: each turn's reward at its last token, else 0."""
     temperature: float
     """The sampling temperature; the trainer divides logits by it."""
     turns: list[PlacedTurn] = []

@@ -5,7 +5,7 @@ stored twice.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -13,10 +13,12 @@ import msgspec
 from arealite.api.payloads import Payload
 from arealite.api.trajectory import PlacedTurn, Segment, TurnNode
 
-MOST_TOKENS = 1 << 24
-"""Maximum tokens of all segments. A small message therefore cannot fill the memory."""
-MOST_ROUTING = 1 << 30
+MAX_TOKENS = 1 << 24
+"""Maximum tokens of all segments. A small payload therefore cannot fill the memory."""
+MAX_ROUTING_BYTES = 1 << 30
 """Maximum bytes of the experts of all segments, for the same reason."""
+MAX_STEPS = 1 << 22
+"""Maximum steps from the last turns of all segments to the prompt, which bound the time."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[TurnNode]).decode
@@ -37,17 +39,27 @@ class TrajectoryTree:
         """For each turn: the position of its first sampled token."""
         self.ends = list[int]()
         """For each turn: the length of its prompt and answer."""
+        self._depths = [0]
+        """The number of turns to the prompt: from the prompt itself, and from each turn."""
         for index, turn in enumerate(turns):
             if turn.parent >= index:
                 raise msgspec.ValidationError(f"turn {index} follows turn {turn.parent}")
-            num_before = self._end(turn.parent)
+            num_before = self.ends[turn.parent] if turn.parent >= 0 else len(prompt) // 4
             if turn.shared > num_before:
                 raise msgspec.ValidationError(
                     f"turn {index} shares {turn.shared} tokens, at most {num_before}"
                 )
+            arrays = (turn.ids, turn.logprobs, turn.versions)
+            lengths = {len(values) for values in arrays}
+            if len(lengths) > 1 or (len(prompt) | len(turn.ids) | len(turn.added)) % 4:
+                raise msgspec.ValidationError(f"turn {index} has arrays of other lengths")
             start = turn.shared + len(turn.added) // 4
+            end = start + len(turn.ids) // 4
+            if not end:
+                raise msgspec.ValidationError(f"turn {index} has no token")
             self.starts.append(start)
-            self.ends.append(start + len(turn.ids) // 4)
+            self.ends.append(end)
+            self._depths.append(self._depths[turn.parent + 1] + 1)
 
     @classmethod
     def decode(cls, payload: Payload) -> "TrajectoryTree":
@@ -56,14 +68,14 @@ class TrajectoryTree:
         Raises:
             msgspec.MsgspecError: The bytes are no payload.
         """
-        return cls(payload.prompt, _decode(payload.turns))
+        try:
+            return cls(payload.prompt, _decode(payload.turns))
+        except UnicodeDecodeError as error:
+            raise msgspec.ValidationError(str(error)) from error
 
     def encode(self) -> Payload:
         """Pack the tree."""
         return Payload(prompt=self.prompt, turns=_encode(self.turns))
-
-    def _end(self, index: int) -> int:
-        return self.ends[index] if index >= 0 else len(self.prompt) // 4
 
     def tokens(self, index: int, stop: int) -> bytes:
         """Return the first `stop` tokens of a turn's prompt and answer, int32."""
@@ -86,7 +98,7 @@ class TrajectoryTree:
 
         Raises:
             msgspec.ValidationError: A turn extends a turn that another one extends, or only a part
-                of it, or a turn of another temperature; or the segments are too long.
+                of it, or a turn of another temperature; or the segments would be too large.
         """
         paths_by_end = dict[int, list[int]]()
         for index, turn in enumerate(self.turns):
@@ -98,10 +110,28 @@ class TrajectoryTree:
                 path = paths_by_end.pop(turn.parent)
             path.append(index)
             paths_by_end[index] = path
-        num_tokens = sum([self.ends[index] for index in paths_by_end])
-        if num_tokens > MOST_TOKENS:
-            raise msgspec.ValidationError(f"{num_tokens} tokens, at most {MOST_TOKENS}")
+        self._check_size(paths_by_end)
         return list(paths_by_end.values())
+
+    def _check_size(self, last_turns: Iterable[int]) -> None:
+        """Check that the segments that end with `last_turns` do not take too much.
+
+        Raises:
+            msgspec.ValidationError: They do.
+        """
+        num_tokens = 0
+        num_steps = 0
+        num_routing_bytes = 0
+        for last in last_turns:
+            num_tokens += self.ends[last]
+            num_steps += self._depths[last + 1]
+            num_routing_bytes += self.ends[last] * self._routing_width(last)
+        is_too_long = num_tokens > MAX_TOKENS or num_steps > MAX_STEPS
+        if is_too_long or num_routing_bytes > MAX_ROUTING_BYTES:
+            raise msgspec.ValidationError(
+                f"segments of {num_tokens} tokens, {num_steps} turns "
+                f"and {num_routing_bytes} bytes of experts are too large"
+            )
 
     def _check_extends(self, index: int) -> None:
         """Check that a turn extends its parent.
@@ -123,16 +153,9 @@ class TrajectoryTree:
         """Return the segments. A token that several segments share is trained in one of them.
 
         Raises:
-            msgspec.ValidationError: as `paths`; or their experts take too many bytes.
+            msgspec.ValidationError: as `paths`.
         """
-        segments = list[Segment]()
-        num_routing_bytes = 0
-        for path in self.paths:
-            num_routing_bytes += self.ends[path[-1]] * self._routing_width(path[-1])
-            if num_routing_bytes > MOST_ROUTING:
-                raise msgspec.ValidationError(f"experts take more than {MOST_ROUTING} bytes")
-            segments.append(self._segment(path))
-        return segments
+        return [self._segment(path) for path in self.paths]
 
     def _segment(self, path: Sequence[int]) -> Segment:
         mask_parts: list[bytes] = []  # list[bytes]() takes 0.3 µs more
@@ -183,19 +206,11 @@ class TrajectoryTree:
         stop = self.ends[index] - 1
         while index >= 0 and stop:
             turn = self.turns[index]
-            if turn.routing_start < stop:
+            has_record = self._routing_width(index) == width
+            if has_record and turn.routing_start < stop:
                 num_bytes = (stop - turn.routing_start) * width
                 parts_backwards.append(turn.routing[:num_bytes].ljust(num_bytes, b"\xff"))
                 stop = turn.routing_start
             index = turn.parent
         parts_backwards.append(no_experts * stop)
         return b"".join(reversed(parts_backwards))
-
-
-def decode_segments(payload: Payload) -> list[Segment]:
-    """Unpack the segments of a payload.
-
-    Raises:
-        msgspec.MsgspecError: The bytes are no payload.
-    """
-    return TrajectoryTree.decode(payload).segments()

@@ -21,7 +21,7 @@ from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
 from arealite.cli.line_wrap import fold
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.ledger import check_identity, connect, open_read_only
+from arealite.system.ledger.ledger import check_format, check_identity, connect, open_read_only
 from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT
 
 
@@ -55,7 +55,8 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
         if good:
             raise UserError(f"{paths.ledger} is missing. {valid} Restore the ledger; or {hint}.")
         return
-    _check_format(stored, paths.root, hint)
+    way_out = f"use that version, choose another trial_name; or {hint}"
+    check_format(stored.get("schema"), paths.root, way_out)
     if selected in good:
         _check_payloads(stored, selected, hint)
     check_identity(stored, identity, paths.root, hint)
@@ -80,17 +81,6 @@ def _read_stored(config: ExperimentConfig, good: Sequence[str]) -> tuple[dict[st
         return read_facts(paths.ledger)
     newest_name = good[-1] if good else ""
     return read_identity(paths.checkpoints / newest_name)
-
-
-def _check_format(stored: Mapping[str, str], root: Path, hint: str) -> None:
-    """Check that the run's files have the format of this version."""
-    schema = stored.get("schema")
-    if schema != SCHEMA_VERSION:
-        raise UserError(
-            f"{root} was written by another version of AReaLite "
-            f"(format {schema}, now {SCHEMA_VERSION}): "
-            f"use that version, choose another trial_name; or {hint}."
-        )
 
 
 def _check_payloads(stored: Mapping[str, str], selected: str, hint: str) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from arealite.api import trajectory_tree
 from arealite.api.payloads import Payload, from_frames, to_frames
 from arealite.api.trajectory import TurnNode
-from arealite.api.trajectory_tree import TrajectoryTree, decode_segments
-from tests.payloads import pack
+from arealite.api.trajectory_tree import TrajectoryTree
+from tests.payloads import decode_segments, pack
 
 
 def ids(*tokens: int) -> bytes:
@@ -106,7 +106,7 @@ def test_first_tokens_are_those_of_the_path(data: st.DataObject) -> None:
     for number in range(data.draw(st.integers(1, 8))):
         parent = data.draw(st.integers(-1, number - 1))
         shared = data.draw(st.integers(0, len(paths[parent + 1])))
-        added = data.draw(st.lists(st.integers(0, 9), max_size=3))
+        added = data.draw(st.lists(st.integers(0, 9), min_size=shared == 0, max_size=3))
         answer = data.draw(st.lists(st.integers(0, 9), max_size=3))
         nodes.append(turn(parent, shared, ids(*added), ids(*answer)))
         paths.append([*paths[parent + 1][:shared], *added, *answer])
@@ -144,17 +144,41 @@ def test_turn_is_extended_only_once() -> None:
 def test_small_payload_that_would_fill_the_memory_is_refused() -> None:
     first = turn(-1, 1 << 20, b"", ids(1), reason="first")
     branch = turn(0, 1 << 20, b"", ids(1))
-    with pytest.raises(msgspec.ValidationError, match="tokens, at most 16777216"):
+    with pytest.raises(msgspec.ValidationError, match="are too large"):
         decode_segments(pack(bytes(4 << 20), [first, *[branch] * 100]))
 
 
 def test_small_payload_whose_experts_would_fill_the_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trajectory_tree, "MOST_ROUTING", 1 << 20)
+    monkeypatch.setattr(trajectory_tree, "MAX_ROUTING_BYTES", 1 << 20)
     branch = turn(-1, 1 << 15, b"", ids(1), routing=b"12345678", routing_start=(1 << 15) - 1)
-    with pytest.raises(msgspec.ValidationError, match="experts take more than"):
+    with pytest.raises(msgspec.ValidationError, match="are too large"):
         decode_segments(pack(bytes(4 << 15), [branch] * 100))
+
+
+def test_small_payload_that_would_take_hours_is_refused() -> None:
+    """Each of its segments would walk through all turns before it."""
+    first = turn(-1, 1, b"", b"")
+    chain = [turn(number, 1, b"", b"") for number in range(4000)]
+    with pytest.raises(msgspec.ValidationError, match="are too large"):
+        decode_segments(pack(bytes(4), [first, *chain]))
+
+
+def test_turn_without_a_token_and_text_that_is_no_utf8_are_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="turn 0 has no token"):
+        decode_segments(pack(b"", [turn(-1, 0, b"", b"", reward=1.0)]))
+    payload = pack(b"1234", [turn(-1, 1, b"", b"", next_state="text")])
+    garbled = msgspec.structs.replace(payload, turns=payload.turns.replace(b"text", b"te\xfft"))
+    with pytest.raises(msgspec.ValidationError, match="utf-8"):
+        decode_segments(garbled)
+
+
+def test_experts_of_another_width_count_as_not_recorded() -> None:
+    first = turn(-1, 2, b"", ids(3), reason="first", routing=b"a", routing_start=1)
+    second = turn(0, 3, ids(4), ids(5), reason="", routing=b"CCDD", routing_start=2)
+    (segment,) = decode_segments(pack(ids(1, 2), [first, second]))
+    assert segment.routing == b"\xff" * 4 + b"CCDD" + b"\xff\xff"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=8))

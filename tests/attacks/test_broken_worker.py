@@ -15,12 +15,12 @@ from urllib.request import Request, urlopen
 import pytest
 
 from arealite.api.payloads import Payload
-from arealite.api.trajectory_tree import decode_segments
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
 from tests.attacks import garbling
 from tests.attacks.conftest import Live, start, stop
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site
+from tests.payloads import decode_segments
 from tests.waiting import until
 
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]

@@ -13,13 +13,13 @@ import pytest
 
 from arealite.api.payloads import Payload
 from arealite.api.trainer_messages import Ticket, TrainerStart, Waiting
-from arealite.api.trajectory_tree import decode_segments
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
 from tests.attacks.conftest import Live, stop
 from tests.attacks.peers import MARKER, insider
 from tests.e2e.conftest import SLOW_S
 from tests.hostile import controls_in, foreign_controls_in
+from tests.payloads import decode_segments
 
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base import host
+from arealite.ext.self_check import free_memory
 
 AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512_bf16 sse\n"
 INTEL = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu amx_bf16\n"
@@ -16,10 +17,10 @@ OLD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512_bf16x av
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    for cached in (host.cpu_vendor, host.has_bfloat16):
+    for cached in (host.has_bfloat16,):
         cached.cache_clear()
     yield
-    for cached in (host.cpu_vendor, host.has_bfloat16):
+    for cached in (host.has_bfloat16,):
         cached.cache_clear()
 
 
@@ -33,13 +34,13 @@ def test_vendor_and_instructions_are_read(
     file = tmp_path / "cpuinfo"
     file.write_text(text)
     monkeypatch.setattr(host, "CPU_INFO", file)
-    assert host.cpu_vendor() == vendor
+    assert host.first_value(file, "vendor_id") == vendor
     assert host.has_bfloat16() == has_bfloat16
 
 
 def test_nothing_is_known_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "CPU_INFO", tmp_path / "absent")
-    assert host.cpu_vendor() == ""
+    assert host.first_value(host.CPU_INFO, "vendor_id") == ""
     assert not host.has_bfloat16()
 
 
@@ -50,7 +51,7 @@ def test_memory_of_cached_files_is_available(
     file.write_text(
         "MemTotal:  2000 kB\nMemFree:  10 kB\nMemAvailable:  1500 kB\nCached: 1490 kB\n"
     )
-    monkeypatch.setattr(host, "MEMORY_INFO", file)
-    assert host.available_memory() == 1500 * 1024
-    monkeypatch.setattr(host, "MEMORY_INFO", tmp_path / "absent")
-    assert host.available_memory() > 1500 * 1024
+    monkeypatch.setattr(free_memory, "MEMORY_INFO", file)
+    assert free_memory.available_memory() == 1500 * 1024
+    monkeypatch.setattr(free_memory, "MEMORY_INFO", tmp_path / "absent")
+    assert free_memory.available_memory() > 1500 * 1024

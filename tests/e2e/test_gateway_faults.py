@@ -23,7 +23,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from arealite.api.trajectory import Segment
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import arrays, blake2b, decode_turn
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
@@ -32,6 +31,7 @@ from tests.e2e import gated, sessions
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.ext.sandbox.sandboxes import cell
 from tests.fakes.ports import held_port
+from tests.payloads import decode_segments
 from tests.waiting import spawned, until, until_exited
 from tools import soak
 

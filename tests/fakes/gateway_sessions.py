@@ -12,7 +12,6 @@ from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.api.trajectory import Segment
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import TrialConfig
 from arealite.ext.gateway.config import GatewayConfig
 from arealite.ext.gateway.gateway import Gateway
@@ -22,6 +21,7 @@ from tests.fakes.chat_families import tokenizer_of
 from tests.fakes.experiment import lease
 from tests.fakes.family_answers import Plan, script
 from tests.fakes.scripted_tokens import ScriptedTokens, Verdict, check
+from tests.payloads import decode_segments
 
 
 class SeatAgent(Agent):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from arealite.api.payloads import Payload
 from arealite.api.trainer_messages import Batch, Finish, Published, StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.api.trajectory_tree import decode_segments
+from tests.payloads import decode_segments
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
 from tests.simulation.players import MARK, logprob

@@ -22,7 +22,7 @@ import numpy as np
 from arealite.api.agent import load_tokenizer
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.api.trajectory_tree import decode_segments
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
 from arealite.base.registry import unknown
@@ -122,7 +122,7 @@ def rows(
             if key not in selected:
                 continue
             shared = shared_columns(tasks[task], header)
-            segments = decode_segments(payload)
+            segments = TrajectoryTree.decode(payload).segments()
             for number, segment in enumerate(segments):
                 yield {
                     "sample": member,

@@ -11,12 +11,12 @@ from arealite.api.engine_config import FSDPConfig, LoRAConfig
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.hooks import RunFacts
 from arealite.api.payloads import TOKEN_BYTES
-from arealite.base.host import available_memory
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
 from arealite.ext.machine.info import output_of
 from arealite.ext.models.adapter_folder import adapted, counted
 from arealite.ext.models.adapter_options import lora_of
+from arealite.ext.self_check.free_memory import available_memory
 
 ModelJson = dict[str, Any]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from arealite.algo.linear import MatrixProducts
 from arealite.api.engine_extension import EngineExtension, EngineSetup
-from arealite.base.host import cpu_vendor
+from arealite.base.host import CPU_INFO, first_value
 
-USES_ONEDNN = cpu_vendor() == "AuthenticAMD" and torch.backends.mkldnn.is_available()
+USES_ONEDNN = (
+    first_value(CPU_INFO, "vendor_id") == "AuthenticAMD" and torch.backends.mkldnn.is_available()
+)
 """Whether float32 products on the CPU are computed by oneDNN instead of torch's default."""
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.payloads import Payload
-from arealite.api.trajectory_tree import decode_segments
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
@@ -235,7 +235,7 @@ def _segment_rows(trajectory: _Trajectory, decode: Any) -> Iterator[dict[str, An
     header_columns = {name: field for name, field in header.items() if name not in HIDDEN}
     for name, reward in reward_parts.items():
         header_columns[f"reward/{name}"] = reward
-    for segment in decode_segments(trajectory.payload):
+    for segment in TrajectoryTree.decode(trajectory.payload).segments():
         segment_columns: dict[str, Any] = columns(segment, decode)
         completion = segment_columns.pop("text")
         prompt_length = segment.loss_mask.find(1)

@@ -11,7 +11,6 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import PlacedRow
 from arealite.api.offline import CheckedRows
 from arealite.api.payloads import Payload
-from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.trial_files import RunPaths
@@ -22,7 +21,8 @@ from arealite.ext.offline.examples import Example, RowEncoder
 from arealite.system.data.dataset import EMPTY, identity
 from arealite.system.data.forms import renamed
 from arealite.system.data.sources import read_rows
-from arealite.system.ledger.ledger import open_read_only, read_any_format
+from arealite.system.ledger.ledger import decode_header, open_read_only, read_any_format
+from arealite.system.ledger.payload_checks import decode_checked
 
 COLUMNS = (
     "messages",
@@ -108,12 +108,19 @@ def _collected(ledger: Path) -> list[PlacedRow]:
     with open_read_only(ledger) as db:
         read_any_format(db)
         query = (
-            "SELECT trajectory_id, reward, prompt_tokens, turns FROM trajectories "
+            "SELECT trajectory_id, reward, header, prompt_tokens, turns FROM trajectories "
             "JOIN payloads USING (trajectory_id) WHERE turns NOTNULL ORDER BY n"
         )
         rows: list[PlacedRow] = []
-        for trajectory_id, reward, prompt, turns in db.execute(query):
-            for segment in decode_segments(Payload(prompt=prompt, turns=turns)):
+        for trajectory_id, reward, header, prompt, turns in db.execute(query):
+            payload = Payload(prompt=prompt, turns=turns)
+            tree, mismatch = decode_checked(decode_header(header), payload)
+            if mismatch:
+                raise UserError(
+                    f"{ledger}, {trajectory_id}: its payload differs from its header ({mismatch}). "
+                    "Run `arealite audit`, and restore the ledger."
+                )
+            for segment in tree.segments():
                 columns: dict[str, object] = {
                     "tokens": segment.tokens,
                     "loss_mask": segment.loss_mask,

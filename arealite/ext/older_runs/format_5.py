@@ -10,25 +10,24 @@ from functools import partial
 
 import msgspec
 
-from arealite.ext.older_runs.segments import OldSegment, decode_old, is_stored_payload, stored_turns
+from arealite.ext.older_runs.segments import (
+    OldSegment,
+    create_payload_view,
+    decode_old,
+    is_stored_payload,
+)
 
 PROMPT = b"\xc1"
 REFERENCE = b"\xc0"
 HEADER_BYTES = 5
 """Bytes of a prompt's block before its tokens."""
-VIEW = """
-CREATE TEMP VIEW payloads AS
-SELECT trajectory_id, X'' AS prompt_tokens, turns_of(trajectory_id, payload, payload_sum) AS turns
-FROM main.trajectories"""
 
 _decode_reference = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
 
 
 def create_view(db: sqlite3.Connection) -> None:
     """Create the view `payloads` of a ledger of format 5 (hook `ledger_format`)."""
-    turns_of = partial(stored_turns, read_segments=partial(_segments, db))
-    db.create_function("turns_of", 3, turns_of)
-    db.execute(VIEW)
+    create_payload_view(db, partial(_segments, db))
 
 
 def _segments(db: sqlite3.Connection, stored: bytes) -> list[OldSegment]:

@@ -5,14 +5,19 @@ import sqlite3
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
 from arealite.api.trajectory import TurnNode
 from arealite.api.trajectory_tree import TrajectoryTree
 
+VIEW = """
+CREATE TEMP VIEW payloads AS
+SELECT trajectory_id, X'' AS prompt_tokens, turns_of(trajectory_id, payload, payload_sum) AS turns
+FROM main.trajectories"""
 UNREADABLE = b"\xc1"
-"""Stands for a payload that is as it was stored, and has no readable segments."""
+"""Stands for a payload that has its checksum, but cannot be decoded."""
 ReadSegments = Callable[[bytes], Sequence["OldSegment"]]
 
 
@@ -44,6 +49,13 @@ class OldSegment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 decode_old = msgspec.msgpack.Decoder(list[OldSegment]).decode
+
+
+def create_payload_view(db: sqlite3.Connection, read_segments: ReadSegments) -> None:
+    """Create the view `payloads` of a ledger whose payloads are segments."""
+    turns_of = partial(stored_turns, read_segments=read_segments)
+    db.create_function("turns_of", 3, turns_of)
+    db.execute(VIEW)
 
 
 def is_stored_payload(trajectory_id: str, payload: bytes, payload_sum: int) -> bool:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from arealite.api.engine import Named, Sequence
-from arealite.base.host import available_memory
 from arealite.base.model_folder import read_json
+from arealite.ext.self_check.free_memory import available_memory
 from arealite.ext.weights.casting import computing_in
 from arealite.ext.weights.updatable_tensors import UpdatableTensors
 from arealite.impl.engine.loading import DTYPES

@@ -13,7 +13,8 @@ stages: --config sft model.path=M dataset.train=chats.jsonl \\
             --then async_ppo dataset.train=tasks.jsonl
   Each --then begins a stage. A stage runs after the stage before has succeeded,
   and starts from the newest exported policy unless it sets model.path.
-  Overrides before the first --then apply to every stage, others to their own.
+  Overrides before the first --then apply to every stage, except model.path;
+  others apply to their own.
   The last stage has the trial's name; earlier ones add -stage1, -stage2, …
   After a stop, the same command resumes.
 """

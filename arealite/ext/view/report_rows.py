@@ -17,7 +17,7 @@ import numpy as np
 
 from arealite.api.payloads import Payload
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.api.trajectory_tree import decode_segments
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.trial_files import RunPaths
 from arealite.ext.step_metrics import token_stats_store as token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
@@ -207,7 +207,7 @@ class Chunks:
         If the payload contradicts the header, return zeros and [].
         """
         with suppress(msgspec.MsgspecError, ValueError):
-            segments = decode_segments(payload)
+            segments = TrajectoryTree.decode(payload).segments()
             arrays = {name: _concatenate(segments, name) for name in FIELDS}
             if _fits_header(arrays, header):
                 return arrays, [_turns(segment) for segment in segments]

@@ -36,7 +36,7 @@ def make_tree(turns: Sequence[Turn]) -> TrajectoryTree:
             reason = ""
         else:
             shared = _shared_prefix(turn, parent, index_of)
-            reason = _branch_reason(turn, is_first=index == 0)
+            reason = _branch_reason(turn, parent, is_first=index == 0)
         nodes.append(_make_node(turn, parent, shared, reason))
         index_of[turn] = index
         extendable.add(turn)
@@ -62,13 +62,13 @@ def _shared_prefix(turn: Turn, parent: Turn | None, index_of: dict[Turn, int]) -
     return shared
 
 
-def _branch_reason(turn: Turn, *, is_first: bool) -> str:
-    """Return why a turn begins a branch: the agent's reason, or the one its parent shows."""
+def _branch_reason(turn: Turn, parent: Turn | None, *, is_first: bool) -> str:
+    """Return why a turn begins a branch: the agent's reason, or one that follows from `parent`."""
     if turn.origin is not None and turn.origin.reason:
         return turn.origin.reason
     if is_first:
         return "first"
-    return "forked" if turn.num_known_tokens else "rewritten"
+    return "forked" if parent is not None else "rewritten"
 
 
 def _make_node(turn: Turn, parent: Turn | None, shared: SharedPrefix, reason: str) -> TurnNode:

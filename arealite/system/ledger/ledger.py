@@ -48,8 +48,6 @@ MAX_READERS_MS = 2000
 """Maximum time to wait for readers."""
 BUSY_MS = 10_000
 """Time for which a connection waits for a lock."""
-MAX_PROMPTS = 1 << 16
-"""Maximum number of prompts that are remembered. A forgotten prompt is written again, in vain."""
 ROWS = 32
 """Maximum number of rows in one statement."""
 PRAGMAS = "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192", "secure_delete=OFF"
@@ -80,8 +78,8 @@ class Ledger:
         self._groups: dict[int, Group] = {}
         """By seq: groups that changed since the last transaction."""
         self._trajectories: list[tuple[object, ...]] = []
-        self._prompts: dict[tuple[str, bytes], None] = {}
-        """(group id, digest) of the prompts that this process has stored, oldest first."""
+        self._prompts: dict[tuple[str, bytes], bytes] = {}
+        """Queued prompts by (group id, digest)."""
         self._log_limit = LOG_BYTES
         self._transactions = 0
         self._busy_s = 0.0
@@ -108,11 +106,12 @@ class Ledger:
             tables = [(table,) for table in schema.COVERED]
             db.executemany("INSERT INTO heads VALUES (?, 0, 0)", tables)
             db.execute("COMMIT")
+        stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        check_format(stored.get("schema"), self.path, "use it, or choose another trial_name")
+        check_identity(stored, fingerprint, self.path)
         db.create_function("checksum", -1, schema.checksum, deterministic=True)
         for table in schema.COVERED:
             db.executescript(schema.triggers(table))
-        stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
-        check_identity(stored, expected, self.path)
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
         self.boot = int(stored.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
@@ -179,21 +178,10 @@ class Ledger:
         if not header.digest:  # its worker computed none
             header = msgspec.structs.replace(header, digest=payload.digest)
         prompt_digest = digest(payload.prompt)
-        self._add_prompt(header.group_id, prompt_digest, payload.prompt)
+        self._prompts[header.group_id, prompt_digest] = payload.prompt
         covered = (*columns(header), _encode(header))
         row = (*covered, prompt_digest, payload.turns, schema.checksum(*covered))
         self._trajectories.append(row)
-
-    def _add_prompt(self, group_id: str, prompt_digest: bytes, prompt: bytes) -> None:
-        """Write a prompt, unless another trajectory of the group has it."""
-        key = group_id, prompt_digest
-        if key in self._prompts:
-            return
-        self._prompts[key] = None
-        if len(self._prompts) > MAX_PROMPTS:
-            oldest_key = next(iter(self._prompts))
-            del self._prompts[oldest_key]
-        self._queue += _many(schema.PUT_PROMPTS, [(*key, prompt)])
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
         """Write a turn of an unfinished episode; replace a stored turn of the same index."""
@@ -319,8 +307,12 @@ class Ledger:
         self._groups = {}
         trajectories = self._trajectories
         self._trajectories = []
+        prompts = self._prompts
+        self._prompts = {}
         rows = [_row(group) for group in groups.values()]
+        prompt_rows = [(*key, tokens) for key, tokens in prompts.items()]
         statements = [*_many(schema.PUT_GROUPS, rows)]
+        statements += _many(schema.PUT_PROMPTS, prompt_rows)
         statements += _many(schema.PUT_TRAJECTORIES, trajectories)
         return statements + queue
 
@@ -377,6 +369,24 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self.connection.close()
+
+
+def check_format(schema_version: str | None, path: object, way_out: str) -> None:
+    """Check that a ledger or a checkpoint has the format of this version.
+
+    Args:
+        schema_version: The key `schema` of the table `meta`.
+        path: The run's folder or file, for the error.
+        way_out: What to do, for the error.
+
+    Raises:
+        UserError: it has another format.
+    """
+    if schema_version != schema.SCHEMA_VERSION:
+        raise UserError(
+            f"{path} was written by another version of AReaLite "
+            f"(format {schema_version}, now {schema.SCHEMA_VERSION}): {way_out}."
+        )
 
 
 def check_identity(
@@ -490,22 +500,21 @@ def open_read_only(path: Path) -> Generator[sqlite3.Connection]:
 
 
 def read_any_format(db: sqlite3.Connection) -> None:
-    """Make the view `payloads` of an older ledger readable as that of this version.
+    """Create the view `payloads` of an older ledger in the format of this version.
 
     Raises:
         UserError: the format is too old, or newer than this version.
     """
-    (schema_version,) = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    stored = dict(db.execute("SELECT key, value FROM meta WHERE key = 'schema'").fetchall())
+    schema_version = stored.get("schema")
     if schema_version == schema.SCHEMA_VERSION:
         return
-    target = entries.find("ledger_format", schema_version)
+    target = entries.find("ledger_format", schema_version or "")
     if target is None:
-        raise UserError(
-            f"this run was written by another version of AReaLite (ledger format {schema_version}, "
-            f"now {schema.SCHEMA_VERSION}). Read it with that version."
-        )
-    create_view: LedgerFormat = entries.load(target)
-    create_view(db)
+        check_format(schema_version, "this run", "read it with that version")
+    else:
+        create_view: LedgerFormat = entries.load(target)
+        create_view(db)
 
 
 def read_payloads(
@@ -530,12 +539,14 @@ def read_payloads(
         read_any_format(db)
         for trajectory_id in ids:
             row = db.execute(query, (trajectory_id,)).fetchone()
-            prompt, turns = row or (b"", None)
-            payload = dropped if turns is None else Payload(prompt=prompt, turns=turns)
-            if row is None or payload is None:
+            if row is None:
                 raise InvariantError(
                     f"trajectory {trajectory_id} is in a batch but not in the ledger {path}"
                 )
+            prompt, turns = row
+            payload = dropped if turns is None else Payload(prompt=prompt, turns=turns)
+            if payload is None:
+                raise InvariantError(f"the payload of trajectory {trajectory_id} was dropped")
             payloads.append(payload)
     return payloads
 

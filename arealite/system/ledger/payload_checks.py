@@ -1,7 +1,7 @@
 """Compares a payload with its header and its digests: lengths, versions, rewards and tokens.
 
 The datapipe calls `find_mismatch` before it stores a payload, a trainer rank before it trains one,
-and the audit for every stored payload. The arrays are numpy views: no data is copied.
+and the audit for every stored payload.
 Shape letters: T = tokens of all turns, N = those that were sampled.
 """
 
@@ -16,7 +16,7 @@ from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.api.turns import blake2b, digest
 
 ROUNDING = 1e-5
-"""Relative tolerance between a sum of float32 rewards and the header's float64 reward."""
+"""Relative tolerance between the rewards of turns, float32 in older runs, and the header's."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MIN_TEMPERATURE = 1e-6
 """Lowest sampling temperature of trained trajectories: training divides logits by it."""
@@ -52,7 +52,7 @@ def decode_checked(
 ) -> tuple[TrajectoryTree, str]:
     """Return the tree of a payload, empty if unreadable, and what `find_mismatch` returns."""
     tree = TrajectoryTree(b"", [])
-    if header.digest not in (b"", payload.digest):
+    if header.digest and header.digest != payload.digest:
         return tree, "garbled"
     try:
         tree = TrajectoryTree.decode(payload)
@@ -76,13 +76,11 @@ def _tree_mismatch(
     Raises:
         msgspec.ValidationError: its turns extend each other in a way that is not possible.
     """
-    if len(tree.prompt) % 4:
-        return "arrays of other lengths"
     for start, turn in zip(tree.starts, tree.turns, strict=True):
         if flaw := _turn_flaw(start, turn, min_temperature):
             return flaw
     lengths = tree.segment_lengths
-    if not lengths or 0 in lengths or lengths != header.segment_lengths:
+    if not lengths or lengths != header.segment_lengths:
         return "length"
     return (
         _array_flaw(header, tree, vocab_size)
@@ -93,22 +91,18 @@ def _tree_mismatch(
 
 def _turn_flaw(start: int, turn: TurnNode, min_temperature: float) -> str:
     """Return what is wrong with a turn whose answer begins at `start`; "" if nothing is."""
-    num_bytes = len(turn.ids)
-    is_even = len(turn.logprobs) == len(turn.versions) == num_bytes
-    if not is_even or num_bytes % 4 or len(turn.added) % 4:
-        return "arrays of other lengths"
-    num_sampled = num_bytes // 4
+    num_sampled = len(turn.ids) // 4
     if num_sampled and not start:
         return "a sampled token has no prefix"
     for values in turn.extras.values():
-        if len(values) % max(1, num_sampled):
+        if values and (not num_sampled or len(values) % num_sampled):
             return "arrays of other lengths"
     if turn.routing:
         num_recorded = start + num_sampled - 1 - turn.routing_start
         if num_recorded < 1 or len(turn.routing) % num_recorded:
             return "arrays of other lengths"
     if not min_temperature <= turn.temperature < math.inf:
-        return "logprobs"
+        return "temperature"
     return ""
 
 

@@ -7,7 +7,8 @@ CREATE TABLE groups (
   seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
   state TEXT, reason TEXT, step INTEGER, place INTEGER, leases TEXT, sum INTEGER);
 CREATE INDEX groups_by_step ON groups (step) WHERE step NOTNULL;
--- Header and tree of turns as received (msgpack); the other columns repeat the header for queries;
+-- Header (msgpack, with the digest of the payload), and tree of turns as received; other columns repeat
+-- the header for queries;
 -- prompt = digest of the first turn's prompt; the payload is NULL after it was dropped; n numbers the
 -- rows without gaps.
 CREATE TABLE trajectories (

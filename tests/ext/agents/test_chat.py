@@ -15,7 +15,6 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env, envs
 from arealite.api.observation import Observation
 from arealite.api.task import Task
-from arealite.api.trajectory_tree import decode_segments
 from arealite.base.errors import ContextOverflow, UserError
 from arealite.ext.agents import history
 from arealite.ext.agents.config import ChatConfig
@@ -34,6 +33,7 @@ from tests.ext.agents.conversations import (
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
 from tests.impl.rollout import worlds  # registers the environment `counter`
+from tests.payloads import decode_segments
 
 assert worlds is not None
 ALWAYS = ("chatml", "no system")

@@ -12,11 +12,11 @@ import msgspec
 
 from arealite.api.payloads import Payload
 from arealite.api.trajectory import Segment
-from arealite.api.trajectory_tree import decode_segments
 from arealite.base.trial_files import RunPaths
 from arealite.ext.older_runs.segments import OldReceipt, OldSegment
 from arealite.system.ledger import schema
 from arealite.system.ledger.ledger import columns, decode_header
+from tests.payloads import decode_segments
 
 FOLDER = Path(__file__).parent
 

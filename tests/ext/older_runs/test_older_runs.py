@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from arealite.api.payloads import Payload
-from arealite.api.trajectory_tree import decode_segments
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
@@ -40,6 +39,7 @@ from tests.ext.older_runs.ledgers import (
     run_of_0_1,
 )
 from tests.ext.view.runs import branched_header, branched_session, make_run, page_data
+from tests.payloads import decode_segments
 from tests.system.scenes import experiment
 
 FORMATS = (4, 5)
@@ -294,7 +294,7 @@ def test_resume_of_an_older_run_is_refused(tmp_path: Path, ledger_format: int) -
     is_refused(resume._check_format, resume.read_facts(paths.ledger)[0], ledger_format)
     copy = tmp_path / "copy.sqlite"
     shutil.copy(paths.ledger, copy)
-    message = f"was started with schema={ledger_format}, now it is 6"
+    message = rf"was written by another version of AReaLite \(format {ledger_format}, now 6\)"
     with pytest.raises(UserError, match=message) as error:
         Ledger(copy, fingerprint={"group_size": "2"})
     assert "\n" not in str(error.value)
@@ -326,7 +326,7 @@ READERS: dict[str, Callable[[RunPaths], object]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_run_of_0_1_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     paths = run_of_0_1(tmp_path / "run")
-    message = r"written by another version of AReaLite \(ledger format 3, now 6\)"
+    message = r"written by another version of AReaLite \(format 3, now 6\)"
     with pytest.raises(UserError, match=message) as error:
         READERS[name](paths)
     assert "\n" not in str(error.value)
@@ -340,7 +340,7 @@ def test_commands_refuse_a_run_of_0_1_in_one_line(
     paths = run_of_0_1(tmp_path / "run")
     assert cli.main([command, str(paths.root)]) == 2
     shown = capsys.readouterr()
-    assert "(ledger format 3, now 6)" in " ".join(shown.err.split())
+    assert "(format 3, now 6)" in " ".join(shown.err.split())
     assert "Traceback" not in shown.out + shown.err
 
 

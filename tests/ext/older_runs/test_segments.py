@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from arealite.api.payloads import Payload
 from arealite.api.trajectory import Segment
-from arealite.api.trajectory_tree import TrajectoryTree, decode_segments
+from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.ext.older_runs import format_4, format_5
 from arealite.ext.older_runs.segments import (
     UNREADABLE,
@@ -34,6 +34,7 @@ from tests.ext.older_runs.ledgers import (
     with_reference,
 )
 from tests.ext.view.runs import branched_header, branched_session
+from tests.payloads import decode_segments
 
 ID = "g0/0/agent"
 BRANCHED = decode_segments(branched_session())

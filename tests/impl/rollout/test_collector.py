@@ -14,7 +14,6 @@ import pytest
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import decode_turn
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.ext.diagnosis import stacks
@@ -25,6 +24,7 @@ from arealite.system.ledger.payload_checks import find_mismatch
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
+from tests.payloads import decode_segments
 from tests.waiting import eventually
 
 OUTPUT = [10, 11, 12]

@@ -23,7 +23,6 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import ClusterConfig
 from arealite.api.turns import decode_turn
 from arealite.base.config_tree import write
@@ -36,6 +35,7 @@ from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.experiment import PLAIN
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
+from tests.payloads import decode_segments
 from tests.system.scenes import in_thread, saved
 from tests.waiting import eventually
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from arealite.api.episode import RECENT, EpisodeRecord
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.trajectory import Segment
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import Origin, Turn
 from arealite.impl.rollout.tree_maker import make_tree
+from tests.payloads import decode_segments
 
 ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -11,7 +11,6 @@ import zmq
 
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published, StepReport
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.rollout import worker as module
@@ -22,6 +21,7 @@ from arealite.system.links.worker_link import WorkerLink
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
+from tests.payloads import decode_segments
 from tests.system.scenes import saved
 
 STEPS = 4

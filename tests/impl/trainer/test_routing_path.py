@@ -21,7 +21,6 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.api.trajectory_tree import decode_segments
 from arealite.api.turns import decode_turn, encode_turn
 from arealite.ext.models.expert_routing import Routing
 from arealite.impl.client.sglang_client import SGLangClient
@@ -31,6 +30,7 @@ from arealite.system.ledger.payload_checks import find_mismatch
 from tests.fakes.embedded import running, server_config
 from tests.impl.engine.helpers import gradients, make_engine
 from tests.models import tiny_mixture
+from tests.payloads import decode_segments
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
 
