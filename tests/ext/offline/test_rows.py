@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,13 +197,15 @@ def collected(folder: Path) -> Path:
             mask = bytes([0, 1] + [0] * (length - 3) + [1])
             tokens = np.arange(10 * member, 10 * member + length, dtype="<i4").tobytes()
             blank = bytes(4 * length)
+            rewards = np.zeros(length, "<f4")
+            rewards[-1] = 0.0 if segments else reward
             segments.append(
                 Segment(
                     tokens=tokens,
                     loss_mask=mask,
                     logprobs=blank,
                     versions=blank,
-                    rewards=blank,
+                    rewards=rewards.tobytes(),
                     temperature=0.7,
                 )
             )
@@ -227,6 +231,14 @@ def collected(folder: Path) -> Path:
     ledger.commit()
     ledger.close()
     return folder
+
+
+def test_changed_payload_of_a_run_folder_is_refused(tmp_path: Path) -> None:
+    run = collected(tmp_path / "run")
+    with closing(sqlite3.connect(RunPaths(run).ledger)) as db, db:
+        db.execute("UPDATE trajectories SET payload = X'c1' WHERE member = 1")
+    with pytest.raises(UserError, match=r"g/1/agent: its payload differs .*arealite audit"):
+        chats.load_rows(str(run), "train")
 
 
 def test_run_folder_is_read_as_a_dataset(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from arealite.ext.replay import command as replaying
 from arealite.ext.view.report import write_report
 from arealite.system.ledger.ledger import (
     Ledger,
+    check_format,
     connect,
     decode_header,
     read_any_format,
@@ -291,7 +292,7 @@ def test_steps_of_an_older_run_can_be_replayed(
 @pytest.mark.parametrize("ledger_format", FORMATS)
 def test_resume_of_an_older_run_is_refused(tmp_path: Path, ledger_format: int) -> None:
     paths = older_run(tmp_path / "run", ledger_format)
-    is_refused(resume._check_format, resume.read_facts(paths.ledger)[0], ledger_format)
+    is_refused(resume.read_facts(paths.ledger)[0], ledger_format)
     copy = tmp_path / "copy.sqlite"
     shutil.copy(paths.ledger, copy)
     message = rf"was written by another version of AReaLite \(format {ledger_format}, now 6\)"
@@ -300,10 +301,10 @@ def test_resume_of_an_older_run_is_refused(tmp_path: Path, ledger_format: int) -
     assert "\n" not in str(error.value)
 
 
-def is_refused(check: Callable[..., None], stored: dict[str, str], ledger_format: int) -> None:
+def is_refused(stored: dict[str, str], ledger_format: int) -> None:
     message = rf"was written by another version of AReaLite \(format {ledger_format}, now 6\)"
     with pytest.raises(UserError, match=message) as error:
-        check(stored, Path("run"), "use resume=never")
+        check_format(stored["schema"], "run", "use resume=never")
     assert "\n" not in str(error.value)
 
 
@@ -346,4 +347,4 @@ def test_commands_refuse_a_run_of_0_1_in_one_line(
 
 def test_resume_of_a_run_of_0_1_is_refused(tmp_path: Path) -> None:
     paths = run_of_0_1(tmp_path / "run")
-    is_refused(resume._check_format, resume.read_facts(paths.ledger)[0], 3)
+    is_refused(resume.read_facts(paths.ledger)[0], 3)
