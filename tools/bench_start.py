@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir  # noqa: E402
+from arealite.base import config_tree  # noqa: E402
 from arealite.base.trial_files import RunPaths  # noqa: E402
 from arealite.cli import configs  # noqa: E402
 from arealite.ext.warm_start.starts import SWITCH  # noqa: E402
@@ -208,10 +209,13 @@ def datapipe_ready_s() -> float:
             for i in range(10000)
         )
         (folder / "train.jsonl").write_text(rows)
-        (folder / "config.yaml").write_text(
-            f"cluster: {{name_root: {folder}/names, run_root: {folder}/runs}}\n"
-            f"dataset: {{train: {folder}/train.jsonl}}\n"
-        )
+        options = [
+            f"cluster.name_root={folder}/names",
+            f"cluster.run_root={folder}/runs",
+            f"dataset.train={folder}/train.jsonl",
+        ]
+        config = configs.load(ExperimentConfig, [], options)
+        config_tree.write(config, RunPaths(folder).resolved)
         (folder / "runs" / "arealite" / "trial").mkdir(parents=True)
         begin = time.perf_counter()
         command = [sys.executable, "-m", "arealite.cli.main", "role", "datapipe", "0", name]
