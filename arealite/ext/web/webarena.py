@@ -92,7 +92,7 @@ class WebArenaEnv(Env):
         unsupported_checks = checks.unsupported(definition)
         if unsupported_checks:
             raise checks.UnsupportedCheck(f"{task.task_id}: {unsupported_checks}")
-        storage_state = definition.get("storage_state") or {}
+        storage_state: Any = definition.get("storage_state") or {}
         async with self.browser.page(storage_state=storage_state) as page:
             start_url, *other_urls = str(definition["start_url"]).split(" |AND| ")
             await page.open(start_url)
