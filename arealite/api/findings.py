@@ -1,4 +1,4 @@
-"""What a health monitor finds about a role."""
+"""Findings of a health monitor about the roles of a run."""
 
 from dataclasses import dataclass
 from typing import Literal

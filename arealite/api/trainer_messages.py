@@ -51,7 +51,7 @@ class Published(TrainerRequest, frozen=True, tag=True, kw_only=True):
 
     version: Count
     proof: str = ""
-    """What the servers showed of their weights, for the ledger; "" if nothing was asked."""
+    """Proof that the servers have this version, for the ledger; "" without one."""
 
 
 class Checkpointed(TrainerRequest, frozen=True, tag=True, kw_only=True):

@@ -35,7 +35,7 @@ class Checks:
         self.checked = 0
         self.first: str | None = None
         self.results: dict[bytes, list[Episode]] = {}
-        """By digest of the message: episodes that workers sent."""
+        """Episodes that workers sent, by the digest of their message."""
         self.acknowledged: dict[str, Episode] = {}
         """By trajectory id: acknowledged episodes."""
         self.late_results: set[tuple[str, int]] = set()

@@ -1,4 +1,4 @@
-"""What a cluster places: the processes of a run, and the paths that each host must have."""
+"""Counts the processes of a run, and lists the paths that each host must have."""
 
 import sys
 from collections.abc import Iterator

@@ -112,7 +112,7 @@ class SGLangClient(LLMClient):
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
         self._stream_makers: list[AnswerStreamMaker] = []
-        """What reads streamed answers; the last one is used."""
+        """Readers of streamed answers; the last one is used."""
 
     async def start(self) -> None:
         """Open connections; wait up to `server_wait_s` for the first server.

@@ -75,7 +75,7 @@ class WorkerLink:
         """By lease id: payloads of `Lease.turns`, until `take_turns` returns them."""
         self._outbox: list[tuple[Episode, list[Payload]]] = []
         self._unacknowledged: dict[bytes, _Unacknowledged] = {}
-        """By digest of the first frame."""
+        """Results by the digest of their first frame."""
         self._process = uuid.uuid4().hex[:8]
         self._is_draining = False
         self._wake = asyncio.Event()
