@@ -41,7 +41,7 @@ from arealite.api.trial import ClusterConfig  # noqa: E402
 from arealite.ext.gateway.config import GatewayConfig  # noqa: E402
 from arealite.ext.gateway.gateway import Gateway  # noqa: E402
 from arealite.ext.gateway.session import GatewaySession  # noqa: E402
-from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
+from arealite.impl.client.servers_client import ServersClient  # noqa: E402
 from arealite.system.names.name_registry import NameRegistry  # noqa: E402
 from tests.fakes.chat_families import tokenizer_of  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
@@ -161,14 +161,14 @@ async def running() -> AsyncIterator[Bench]:
 
 
 @asynccontextmanager
-async def client_of(address: str, model: str = "") -> AsyncIterator[SGLangClient]:
+async def client_of(address: str, model: str = "") -> AsyncIterator[ServersClient]:
     """Run the training client of one server."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = ClusterConfig(name_root=folder, ttl_s=3600.0)
         config = ExperimentConfig(cluster=cluster, model=ModelConfig(path=model))
         context = {"vocab_size": None, "context_length": 1 << 20} if not model else {}
         NameRegistry.of(config).put("llm_server", "one", {"address": address, **context})
-        client = SGLangClient(config, LLMClientConfig())
+        client = ServersClient(config, LLMClientConfig())
         await client.start()
         try:
             yield client

@@ -39,7 +39,7 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.name_registry import NameRegistry
 from tools import figures
@@ -163,7 +163,7 @@ async def collector(address: str, folder: str, concurrency: int) -> AsyncIterato
     NameRegistry.of(config).put("llm_server", "stub", entry)
     gc.freeze()
     gc.set_threshold(50_000)
-    client = SGLangClient(config, config.trainer.ppo.collector.client)
+    client = ServersClient(config, config.trainer.ppo.collector.client)
     await client.start()
     yield Collector(config, client, tiny_tokenizer())
     await client.close()

@@ -33,11 +33,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import uvloop  # noqa: E402
 
+from arealite.api.server_protocol import ServerAnswer  # noqa: E402
 from arealite.base import log  # noqa: E402
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol  # noqa: E402
 from arealite.ext.weights import process_group  # noqa: E402
-from arealite.impl.client import sglang_messages  # noqa: E402
 from arealite.impl.client.server_choice import LLMServerState  # noqa: E402
-from arealite.impl.client.sglang_client import SGLangClient  # noqa: E402
+from arealite.impl.client.servers_client import ServersClient  # noqa: E402
 from arealite.impl.http_client import KEEPALIVE_S  # noqa: E402
 from arealite.system.names.name_registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
@@ -78,15 +79,16 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
 
 async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
     """Publish while 64 generations run, by retract and by abort; count interrupted generations."""
-    decode, answered = sglang_messages.decode_answer, 0
+    decode = SGLangProtocol.decode_answer
+    answered = 0
 
-    def count(raw: bytes) -> sglang_messages.GenerateAnswer:
+    def count(protocol: SGLangProtocol, raw: bytes, num_before: int | None = None) -> ServerAnswer:
         nonlocal answered
-        answer = decode(raw)
+        answer = decode(protocol, raw, num_before)
         answered += len(answer.output_ids)
         return answer
 
-    sglang_messages.decode_answer = count  # type: ignore[assignment]
+    SGLangProtocol.decode_answer = count  # type: ignore[method-assign]
     for mode in ("retract", "abort"):
         answered = 0
         with site.publisher("disk", mode) as publisher:
@@ -102,7 +104,7 @@ async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
         note(f"interrupt.{mode}.resubmitted", stats["resubmissions"])
         note(f"interrupt.{mode}.failovers", stats["failovers"])
         note(f"interrupt.{mode}.tokens_kept_share", episodes.tokens / answered)
-    sglang_messages.decode_answer = decode
+    SGLangProtocol.decode_answer = decode  # type: ignore[method-assign]
 
 
 async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) -> None:
@@ -163,7 +165,7 @@ async def elastic(site: Site, port: int, note: Note) -> None:
         note("elastic.lost", episodes.lost)
 
 
-def server(client: SGLangClient, port: int) -> LLMServerState | None:
+def server(client: ServersClient, port: int) -> LLMServerState | None:
     """Return the client's state of a server."""
     found = (s for s in client._router.servers.values() if s.address.endswith(f":{port}"))
     return next(found, None)

@@ -38,7 +38,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
     """Run `count` rollout workers until the datapipe ends them."""
     import uvloop
 
-    from arealite.impl.client.sglang_client import SGLangClient
+    from arealite.impl.client.servers_client import ServersClient
     from arealite.impl.rollout.worker import RolloutWorker
     from arealite.system.links.worker_link import WorkerLink
     from tests.models import tiny_tokenizer
@@ -58,7 +58,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
                     capacity=collector.concurrency,
                     secret=names.secret,
                 )
-                client = SGLangClient(config, collector.client)
+                client = ServersClient(config, collector.client)
                 worker = RolloutWorker(config, link=link, client=client, tokenizer=tokenizer)
                 tasks.create_task(worker.run(), name=f"worker {index}")
 

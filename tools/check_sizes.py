@@ -50,7 +50,7 @@ READING_PATH = (
     "impl/rollout/tree_maker.py",
     "api/agent.py",
     "api/turns.py",
-    "impl/client/sglang_client.py",
+    "impl/client/servers_client.py",
     "ext/embedded/decode_loop.py",
     "api/trajectory_tree.py",
     "system/links/worker_link.py",

@@ -32,7 +32,7 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.name_registry import NameRegistry
 from tests.models import tiny_tokenizer
@@ -90,9 +90,9 @@ class Site:
             process.wait(60)
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[tuple[SGLangClient, Collector]]:
+    async def client(self) -> AsyncIterator[tuple[ServersClient, Collector]]:
         """Run a client and a collector."""
-        client = SGLangClient(self.config, self.config.trainer.ppo.collector.client)
+        client = ServersClient(self.config, self.config.trainer.ppo.collector.client)
         await client.start()
         try:
             yield client, Collector(self.config, client, tiny_tokenizer())

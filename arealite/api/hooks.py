@@ -18,6 +18,7 @@ from arealite.api.findings import Finding
 from arealite.api.llm import LLMRequest
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
+from arealite.api.server_protocol import AnswerStream, ServerProtocol
 from arealite.api.task import Task
 from arealite.api.task_sampler import TaskSampler
 from arealite.api.tokenizer import Tokenizer
@@ -372,8 +373,8 @@ Rank 0 calls it with the run folder and the class of each logger besides `jsonl`
 that is not None is used; after None from all, the class itself is called. An error ends training.
 """
 
-AnswerStreamMaker = Callable[[LLMRequest], Any]
-"""Hook `answer_stream`: return what reads the events of a streamed answer (`AnswerStream`).
+AnswerStreamMaker = Callable[[LLMRequest, ServerProtocol], AnswerStream]
+"""Hook `answer_stream`: return what reads the events of an answer that a server streams.
 
 The client calls it for each attempt of a request with `on_tokens`. The last entry is used."""
 

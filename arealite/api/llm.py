@@ -31,8 +31,8 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLangClientConfig:
-    """Client of servers that speak SGLang's native HTTP protocol."""
+class ServersClientConfig:
+    """Client of the trial's servers, of every kind."""
 
     request_timeout_s: float = opt(300.0, "timeout of a generation, with resubmissions", above=0)
     connect_timeout_s: float = opt(3.0, "timeout of a connection; then another server", above=0)
@@ -44,8 +44,8 @@ class SGLangClientConfig:
 class LLMClientConfig:
     """The client of the LLM servers."""
 
-    type: str = named("llm_client", "sglang", "registered name of the client")
-    sglang: SGLangClientConfig = part(SGLangClientConfig)
+    type: str = named("llm_client", "servers", "registered name of the client")
+    servers: ServersClientConfig = part(ServersClientConfig)
 
 
 class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -272,3 +272,15 @@ class Connection(asyncio.Protocol):
         if reply is None or reply.done():
             return None
         return reply
+
+
+def error_message(status: int, raw: bytes) -> str:
+    """Return the message of an error answer, in any of the forms that LLM servers use."""
+    try:
+        error = msgspec.json.decode(raw)
+        for key in ("error", "message"):
+            if isinstance(error, dict) and key in error:
+                error = error[key]
+    except msgspec.DecodeError:
+        error = raw.decode(errors="replace")
+    return f"HTTP {status}: {str(error)[:500]}"

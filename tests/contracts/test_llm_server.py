@@ -14,7 +14,8 @@ import pytest
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.ext.gateway.answer_stream import TokenStream
-from arealite.impl.client import sglang_messages
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol
+from arealite.impl.client import answers
 from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
 
@@ -100,7 +101,7 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
         sampling=SamplingConfig(),
         on_tokens=told.append,
     )
-    stream = TokenStream(request)
+    stream = TokenStream(request, SGLangProtocol())
     sampling = {"max_new_tokens": 30, "ignore_eos": True, "stream_interval": 8}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     if server.hold is not None:  # else a slow client may get everything in one event
@@ -111,11 +112,11 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
             if told:
                 server.release()
     answer = stream.answer
-    assert answer is not None and answer.meta_info.finish_reason is not None
+    assert answer is not None and answer.finish is not None
     assert [token for piece in told for token in piece] == answer.output_ids
-    assert len(sglang_messages.token_logprobs(answer)) == len(answer.output_ids) == 30
+    assert len(answer.logprobs) == len(answer.output_ids) == 30
     assert len(told) > 1 and len(told[0]) < 8
-    assert sglang_messages.token_versions(answer, -1) == [0] * 30
+    assert answers.token_versions(answer, -1) == [0] * 30
 
 
 @pytest.mark.sglang_short

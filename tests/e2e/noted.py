@@ -14,9 +14,9 @@ from typing import Any
 
 from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.turns import arrays, blake2b
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 
-generate, post = SGLangClient.generate, SGLangClient._post
+generate, post = ServersClient.generate, ServersClient._post
 
 
 def note(at: str, request: LLMRequest, answer: str = "") -> None:
@@ -40,5 +40,5 @@ async def noting_post(self: Any, generation: Any, *others: Any) -> Any:
     return await post(self, generation, *others)
 
 
-SGLangClient.generate = noting_generate  # type: ignore[method-assign]
-SGLangClient._post = noting_post  # type: ignore[method-assign]
+ServersClient.generate = noting_generate  # type: ignore[method-assign]
+ServersClient._post = noting_post  # type: ignore[method-assign]

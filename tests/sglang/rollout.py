@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
-from arealite.api.llm import SGLangClientConfig as Options
+from arealite.api.llm import ServersClientConfig as Options
+from arealite.api.server_protocol import ServerAnswer
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client import sglang_messages
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol
 from arealite.impl.client.server_choice import LLMServerState
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes import experiment as small
@@ -38,7 +39,7 @@ EXACT = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
 """All generations have one length, so that a lost token is detected."""
 
 
-class Client(SGLangClient):
+class Client(ServersClient):
     """An environment that records the responses of agents."""
 
     def __init__(self, *args: Any) -> None:
@@ -67,14 +68,16 @@ class Rollout:
         self.answers: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         self.following: dict[str, asyncio.Task[None]] = {}
         self._leased = 0
-        decode = sglang_messages.decode_answer
+        decode = SGLangProtocol.decode_answer
 
-        def remember(raw: bytes) -> sglang_messages.GenerateAnswer:
+        def remember(
+            protocol: SGLangProtocol, raw: bytes, num_before: int | None = None
+        ) -> ServerAnswer:
             answer = json.loads(raw)
             self.answers[answer["meta_info"]["id"].rpartition("~")[0]].append(answer)
-            return decode(raw)
+            return decode(protocol, raw, num_before)
 
-        monkeypatch.setattr(sglang_messages, "decode_answer", remember)
+        monkeypatch.setattr(SGLangProtocol, "decode_answer", remember)
 
     def add(self, server: SharedServer, **fields: Any) -> None:
         """Register a server and renew its entry, as its supervisor does."""
@@ -141,7 +144,7 @@ async def rollout(
         "world",
         sampling=EXACT,
         concurrency=256,
-        client=LLMClientConfig(sglang=Options(**{"refresh_s": 0.2} | options)),
+        client=LLMClientConfig(servers=Options(**{"refresh_s": 0.2} | options)),
     )
     config = replace(
         base,

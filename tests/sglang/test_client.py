@@ -14,7 +14,7 @@ import pytest
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused
 from arealite.cli import main as cli
-from arealite.impl.client import sglang_messages
+from arealite.ext.sglang import sglang_protocol
 from tests.e2e.conftest import Site, write_rows
 from tests.models import tiny_model
 from tests.sglang import rollout as scenes
@@ -202,11 +202,11 @@ async def test_refusals_raise_an_error_and_server_errors_are_retried(
         with pytest.raises(GenerationRefused, match="HTTP 400: temperature must be"):
             await run.client.generate(request(temperature=-1.0))
         encode, broken = (
-            sglang_messages.encode_body,
+            sglang_protocol.encode_body,
             [b'{"input_ids": [5], "rid": ["a", "b"]}'],
         )  # causes a 500
         monkeypatch.setattr(
-            sglang_messages, "encode_body", lambda b: broken.pop() if broken else encode(b)
+            sglang_protocol, "encode_body", lambda b: broken.pop() if broken else encode(b)
         )
         assert len((await run.client.generate(request())).output_ids) <= 8
         assert run.client.stats()["server_errors"] == 1

@@ -15,7 +15,7 @@ import msgspec
 
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.ext.agents.config import FixedPolicyConfig
-from arealite.impl.client.sglang_messages import error_message
+from arealite.impl.http_client import error_message
 from arealite.system.health.waits import Wait
 
 MAX_BYTES = 8 << 20

@@ -25,7 +25,7 @@ from arealite.base.errors import DeadlineError, RoleError
 from arealite.ext.embedded.futures import resolve
 from arealite.ext.weights import process_group as groups
 from arealite.ext.weights.buckets import Bucket, pack
-from arealite.impl.publisher.control import ServerControl
+from arealite.impl.publisher.control import ServerControl, WeightGroup
 from arealite.impl.publisher.servers import (
     GRACE_S,
     PartialUpdate,
@@ -130,7 +130,11 @@ class DistributedPublisher(ServersPublisher):
         Raises:
             PartialUpdate: A server did not receive a bucket.
         """
-        self.call(update.send(ServerControl.begin))
+
+        async def begin(server: ServerControl) -> None:
+            await server.begin(self.shapes)
+
+        self.call(update.send(begin))
         *_, last_name = self.shapes
         wait_for_last: Callable[[], None] | None = None
         for bucket in buckets:
@@ -170,17 +174,16 @@ class DistributedPublisher(ServersPublisher):
         for server in servers:
             rank_offsets[server] = world_size
             world_size += server.can.tp
-        body: dict[str, object] = {
-            "master_address": self.host,
-            "master_port": port,
-            "world_size": world_size,
-            "group_name": self.group_name,
-            "backend": self._backend,
-        }
+        group = WeightGroup(
+            master_address=self.host,
+            master_port=port,
+            world_size=world_size,
+            group_name=self.group_name,
+            backend=self._backend,
+        )
 
         async def join(server: ServerControl) -> None:
-            offset = {"rank_offset": rank_offsets[server]}
-            await server.request_ok("/init_weights_update_group", body | offset)
+            await server.join_group(group, rank_offsets[server])
 
         posted = self.submit(self.on_all(servers, until, join))
         joined = self._join_as_first(listener, world_size)
@@ -228,12 +231,14 @@ class DistributedPublisher(ServersPublisher):
             PartialUpdate if one did not.
         """
         is_flat = self._backend == "nccl" and all(server.can.buckets for server in self.members)
-        body = {**vars(bucket.layout), "group_name": self.group_name}
-        if is_flat:
-            body["load_format"] = "flattened_bucket"
 
         async def receive(server: ServerControl) -> None:
-            await server.update("/update_weights_from_distributed", body, version=version)
+            await server.receive(
+                vars(bucket.layout),
+                self.group_name,
+                is_flat=is_flat,
+                version=version,
+            )
 
         posted = self.submit(update.send(receive))
         tensors = [bucket.flat] if is_flat else bucket.tensors
@@ -261,11 +266,10 @@ class DistributedPublisher(ServersPublisher):
             return
         with suppress(RuntimeError):
             dist.destroy_process_group(group)
-        body = {"group_name": self.group_name}
 
         async def leave() -> None:
             requests = [
-                server.request("/destroy_weights_update_group", body)
+                server.leave_group(self.group_name)
                 for server in self.members
                 if server.error is None
             ]

@@ -1,4 +1,4 @@
-"""Registers external servers: SGLang servers that AReaLite did not start.
+"""Registers external servers: servers that AReaLite did not start.
 
 The servers do not register themselves. The datapipe's process polls each server and writes its
 name while it replies; it never stops a server. Two trials that publish to one server would
@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
-from arealite.base import log, model_folder
+from arealite.api.server_protocol import Json, Load, ServerProtocol, part_of_entry
+from arealite.base import entries, log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.ext.sglang.sglang_api import context_length, follow, total_load
+from arealite.ext.server_processes.follow import follow
 from arealite.impl.http_client import Pool
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -98,11 +99,9 @@ class ExternalServers:
         entry["vocab_size"] = vocab_size(self.model)
         if not self.updates or self._pid_of_address.get(address) == entry["pid"]:
             return
-        url = f"{entry['address']}/update_weight_version"
-        body = {
-            "new_version": UNTRUSTED,
-            "abort_all_requests": False,
-        }
+        protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
+        path, body = protocol.relabel_request(UNTRUSTED, abort=False)
+        url = entry["address"] + path
         with bounded(url, ANSWER_S):
             status, _ = await self.pool.request(url, self.headers, body)
         if status == 200:  # a server without this route keeps its version
@@ -111,17 +110,18 @@ class ExternalServers:
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Update version and load of a registered server; return the error that ended it."""
+        protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
         url = entry["address"]
         heartbeat_s = self.registry.heartbeat_s
 
         async def version() -> str | int | None:
-            info = await self._get(f"{url}/model_info", self.registry.ttl_s)
-            return info.get("weight_version")
+            raw = await self._get(url + protocol.version_path, self.registry.ttl_s)
+            return protocol.read_version(raw or b"{}")
 
-        async def load() -> dict[str, int] | None:
-            with suppress(*SILENT, UserError):
-                loads = await self._get(f"{url}/v1/loads", heartbeat_s)
-                return total_load(loads)
+        async def load() -> Load | None:
+            with suppress(*SILENT, UserError, msgspec.MsgspecError):
+                raw = await self._get(url + protocol.load_path, heartbeat_s)
+                return protocol.read_load(raw or b"{}")
 
         try:
             await follow(
@@ -131,40 +131,43 @@ class ExternalServers:
                 load,
                 heartbeat_s=heartbeat_s,
             )
-        except (*SILENT, UserError) as error:
+        except (*SILENT, UserError, msgspec.MsgspecError) as error:
             return str(error) or repr(error)
 
     async def describe(self, address: str) -> dict[str, Any]:
         """Return the content of a server's name, without the size of its vocabulary.
 
         Raises:
-            UserError: the server is no SGLang server, or requires another key.
+            UserError: the server is of no known kind, cannot be used, or requires another key.
             DeadlineError, OSError: the server does not reply.
         """
         url = f"http://{address}"
-        model_info = await self._get(f"{url}/model_info")
-        server_info = await self._get(f"{url}/server_info")
-        models = await self._get(f"{url}/v1/models")
-        if "model_path" not in model_info or "weight_version" not in model_info:
-            raise UserError(
-                f"it is not an SGLang server (its /model_info returns {str(model_info)[:80]}). "
-                "Correct the address."
-            )
-        return {
-            "address": url,
-            "type": "external",
-            # An update changes model_path.
-            "model_path": model_info.get("tokenizer_path") or model_info["model_path"],
-            "model_type": model_info.get("model_type"),
-            "architectures": model_info.get("architectures"),
-            "context_length": context_length(server_info, models),
-            "version": model_info["weight_version"],
-            "host": address.rpartition(":")[0],
-            "pid": _start_id(server_info),
-        }
+        answers: dict[str, Json] = {}
+        for name in entries.own("server_protocol") | entries.installed("server_protocol"):
+            entry: dict[str, Any] = {"address": url, "type": "external", "protocol": name}
+            protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
+            for path in protocol.describe_paths:
+                if path not in answers:
+                    answers[path] = _json_object(await self._get(url + path))
+            description = protocol.describe(answers)
+            if description is not None:
+                return {
+                    **entry,
+                    "model_path": description.model_path,
+                    "model_type": description.model_type,
+                    "architectures": description.architectures,
+                    "context_length": description.context_length,
+                    "version": description.version,
+                    "host": address.rpartition(":")[0],
+                    "pid": description.start_id,
+                }
+        raise UserError(
+            f"it is no server of a kind that is known here (it answers {_shown(answers)}). "
+            "Correct the address."
+        )
 
-    async def _get(self, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
-        """Return the JSON object at `url`; {} if there is none.
+    async def _get(self, url: str, wait_s: float = ANSWER_S) -> bytes | None:
+        """Return the answer at `url`; None if the status is not 200.
 
         Raises:
             UserError: the server requires another key.
@@ -177,10 +180,20 @@ class ExternalServers:
                 "the server requires another key. "
                 "Set llm_server.api_key_env to the environment variable with its key."
             )
-        if status == 200:
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                return msgspec.json.decode(raw, type=dict)
-        return {}
+        return raw if status == 200 else None
+
+
+def _json_object(raw: bytes | None) -> Json:
+    """Return a JSON object; {} if there is none."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(raw or b"{}", type=Json)
+    return {}
+
+
+def _shown(answers: Mapping[str, Json]) -> str:
+    """Return the answers that a server gave, shortened."""
+    given = [f"{path}: {str(answer)[:80]}" for path, answer in answers.items() if answer]
+    return "; ".join(given) or "nothing of that kind"
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
@@ -318,15 +331,6 @@ def bounded(url: str, seconds: float) -> Wait:
         seconds=seconds,
         replies_soon=True,
     )
-
-
-def _start_id(server_info: dict[str, Any]) -> str | None:
-    """Return numbers that a server draws or measures at its start; None if it reports none."""
-    startup_times = server_info.get("startup_time") or {}
-    numbers = [server_info.get("random_seed"), startup_times.get("tokenizer_e2e")]
-    if not any(numbers):
-        return None
-    return "/".join(map(str, numbers))
 
 
 def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ from http.client import HTTPException
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
@@ -22,6 +23,15 @@ import numpy as np
 
 from arealite.api.engine import Sequence, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.llm import SamplingConfig
+from arealite.api.server_protocol import (
+    GenerateRequest,
+    Json,
+    ServerAnswer,
+    ServerDescription,
+    ServerProtocol,
+    part_of_entry,
+)
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.model_folder import (
@@ -43,7 +53,6 @@ from arealite.ext.self_check.difference_reasons import (
 )
 from arealite.ext.self_check.plain_copy import PlainModel, first_difference, obstacle, watched
 from arealite.ext.weights.checksums import Sums, sums
-from arealite.impl.client import sglang_messages
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.trainer.rank_group import World
 from arealite.system.health.waits import Wait
@@ -258,10 +267,9 @@ class SelfCheck:
         self,
         server: dict[str, Any],
         path: str,
-        body: object = None,
+        data: bytes | None = None,
     ) -> bytes:
-        """Return a server's answer to POST, or to GET if there is no body."""
-        data = None if body is None else msgspec.json.encode(body)
+        """Return a server's answer to a POST of JSON, or to GET without it."""
         headers = self.names.headers(server.get("type") or "")
         headers["Content-Type"] = "application/json"
         request = Request(server["address"] + path, data, headers)
@@ -270,38 +278,48 @@ class SelfCheck:
         with opener.open(request, timeout=timeout_s) as answer:
             return answer.read()
 
+    def _describe(
+        self, server: dict[str, Any], protocol: ServerProtocol
+    ) -> ServerDescription | None:
+        """Return what a server says of itself; a route that it lacks says nothing."""
+        answers: dict[str, Json] = {}
+        for path in protocol.describe_paths:
+            answers[path] = {}
+            with suppress(HTTPError):
+                answers[path] = msgspec.json.decode(self._request(server, path), type=Json)
+        return protocol.describe(answers)
+
     def _ask(self, entry: Entry) -> Comparison | None:
         """Return a server's tokens and logprobs; None if it holds another version, or fails."""
         server = entry.value
         name = f"server {server['address']}"
         prompts, num_new = self.prompts(server.get("context_length"))
+        protocol: ServerProtocol = part_of_entry("server_protocol", server)()
+        sampling = SamplingConfig(temperature=self.temperature, max_new_tokens=num_new)
 
-        def generate(prompt: list[int]) -> sglang_messages.GenerateAnswer:
-            sampling_params = {
-                "temperature": self.temperature,
-                "max_new_tokens": num_new,
-                "ignore_eos": True,
-            }
-            body = {
-                "input_ids": prompt,
-                "sampling_params": sampling_params,
-                "return_logprob": True,
-            }
-            return sglang_messages.decode_answer(self._request(server, "/generate", body))
+        def generate(index: int) -> ServerAnswer:
+            request = GenerateRequest(
+                rid=f"self-check-{self.version}-{index}~",
+                input_ids=prompts[index],
+                sampling=sampling,
+                ignore_eos=True,
+            )
+            raw = self._request(server, protocol.generate_path, protocol.encode_request(request))
+            return protocol.decode_answer(raw)
 
         try:
-            info = msgspec.json.decode(self._request(server, "/model_info"))
-            if info.get("weight_version") != str(self.version):
+            version = protocol.read_version(self._request(server, protocol.version_path))
+            if str(version) != str(self.version):
                 return None  # the publisher gives it no traffic
-            info |= msgspec.json.decode(self._request(server, "/server_info"))
+            description = self._describe(server, protocol)
             with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = [*pool.map(generate, prompts)]
+                answers = [*pool.map(generate, range(len(prompts)))]
         except (OSError, HTTPException, ValueError) as error:
             self.outcomes[name] = f"{SKIPPED}: {error!r}"
             return None
         facts = {
-            "dtype": info.get("dtype"),
-            "quantization": info.get("quantization"),
+            "dtype": description and description.dtype,
+            "quantization": description and description.quantization,
             "entry": server,
         }
         coarsest = max(self.dtype, self.dtype_of(facts), key=ROUNDING.__getitem__)
@@ -309,7 +327,7 @@ class SelfCheck:
         theirs = list[np.ndarray]()
         for prompt, answer in zip(prompts, answers, strict=True):
             rows.append(self.row(prompt, answer.output_ids))
-            theirs.append(np.array(sglang_messages.token_logprobs(answer)))
+            theirs.append(np.array(answer.logprobs))
         return Comparison(
             other=name,
             rows=rows,
@@ -408,7 +426,7 @@ class SelfCheck:
         server = wrong.info.get("entry", {})
         if server.get("type") == "embedded":
             with suppress(OSError, HTTPException):
-                reply = self._request(server, "/weight_sums", {})
+                reply = self._request(server, "/weight_sums", b"{}")
                 return trainer_sums, msgspec.json.decode(reply, type=Sums)
         elif not wrong.info and self.plain and self.is_initial:
             return sums(self.plain.stored(), self.plain.model), trainer_sums

@@ -1,18 +1,13 @@
-"""The part of SGLang's HTTP API that provides the content of a server's name."""
+"""The part of SGLang's HTTP API that describes limits and load."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import NoReturn
+from collections.abc import Mapping
 
 import msgspec
 
 from arealite.base.errors import UserError
 
-FOLLOW_S = 0.2
-"""Seconds between two requests for the version: the delay until clients can read a new version."""
 
-
-class Load(msgspec.Struct, kw_only=True):
+class LoadOfCopy(msgspec.Struct, kw_only=True):
     """Requests of one copy of the model."""
 
     num_running_reqs: int
@@ -62,7 +57,7 @@ def total_load(answer: Mapping[str, object]) -> dict[str, int] | None:
         The load as the content of a server's name has it; None if the answer has no valid one.
     """
     try:
-        loads = msgspec.convert(answer.get("loads"), list[Load])
+        loads = msgspec.convert(answer.get("loads"), list[LoadOfCopy])
     except msgspec.ValidationError:
         return None
     return {
@@ -70,41 +65,3 @@ def total_load(answer: Mapping[str, object]) -> dict[str, int] | None:
         "waiting": sum(load.num_waiting_reqs for load in loads),
         "capacity": sum(load.max_running_requests for load in loads),
     }
-
-
-async def follow(
-    entry: dict[str, object],
-    changed: asyncio.Event,
-    version: Callable[[], Awaitable[str | int | None]],
-    load: Callable[[], Awaitable[dict[str, int] | None]],
-    *,
-    heartbeat_s: float,
-) -> NoReturn:
-    """Update the version and the load in the content of a server's name, until `version` raises.
-
-    Two tasks poll, because SGLang does not reply to requests for its load while it loads weights.
-
-    Args:
-        entry: The content of the name.
-        changed: It is set when the version has changed, so that the name is written at once.
-        version: Requests the version of the server's weights.
-        load: Requests the server's load; None: unknown.
-        heartbeat_s: Seconds between two requests for the load.
-    """
-
-    async def follow_load() -> None:
-        while True:
-            entry["load"] = await load()
-            await asyncio.sleep(heartbeat_s)
-
-    load_task = asyncio.create_task(follow_load(), name="load of a server")
-    try:
-        while True:
-            new_version = await version()
-            if new_version != entry["version"]:
-                entry["version"] = new_version
-                changed.set()
-            await asyncio.sleep(FOLLOW_S)
-    finally:
-        load_task.cancel()
-        await asyncio.gather(load_task, return_exceptions=True)

@@ -18,7 +18,8 @@ import msgspec
 from arealite.api.experiment_config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.ext.sglang.sglang_api import context_length, follow, total_load
+from arealite.ext.server_processes.follow import follow
+from arealite.ext.sglang.sglang_api import context_length, total_load
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor

@@ -8,10 +8,11 @@ import asyncio
 import time
 from contextlib import suppress
 
+from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
 from arealite.base.errors import InvariantError
+from arealite.impl.client.answers import parse_version
 from arealite.impl.client.server_choice import LLMServerState, Router
-from arealite.impl.client.sglang_messages import parse_version
 from arealite.system.names.name_registry import Entry, NameRegistry
 
 logger = log.get(__name__)
@@ -101,6 +102,7 @@ class Directory:
         server = LLMServerState(
             id=entry.id,
             address=address,
+            protocol=part_of_entry("server_protocol", entry.value)(),
             headers=self.registry.headers(str(entry.value.get("type"))),
         )
         self.router.servers[entry.id] = server

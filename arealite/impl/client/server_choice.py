@@ -7,6 +7,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
+from arealite.api.server_protocol import ServerProtocol
 from arealite.impl.http_client import ServerEndpoint
 from arealite.system.health.waits import Wait
 
@@ -20,6 +21,7 @@ class LLMServerState:
 
     id: str
     address: str
+    protocol: ServerProtocol
     version: int = 0
     """Newest policy version in its registry entry or in one of its answers."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -38,7 +40,8 @@ class LLMServerState:
     """One for each request in flight, so that requests can leave a lost server at once."""
 
     def __post_init__(self) -> None:
-        self.endpoint = ServerEndpoint(f"{self.address}/generate", self.headers)
+        url = self.address + self.protocol.generate_path
+        self.endpoint = ServerEndpoint(url, self.headers)
         self.name = f"llm_server-{self.id}"
 
     def can_sample(self, min_version: int) -> bool:

@@ -1,24 +1,24 @@
-"""Controls one server through SGLang's protocol: pause, update weights, continue, confirm.
+"""Controls one server: pause, update weights, continue, confirm. It does not depend on the run.
 
-Every special case of the protocol is here. The module does not depend on the run.
+A subclass of `ServerControl` has the routes of one kind of server.
 """
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport
+from arealite.api.server_protocol import ServerProtocol
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.http_client import Pool
-from arealite.impl.publisher.capabilities import Capabilities
 from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 
 logger = log.get(__name__)
@@ -26,11 +26,6 @@ logger = log.get(__name__)
 CONTINUE_S = 5.0
 """Limit of a continue request and of status requests. It does not count towards `timeout_s`: a
 server whose update timed out is still continued."""
-ONE_TOKEN = {
-    "input_ids": [1],
-    "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-}
-"""Request for a generation of one token."""
 
 
 class ServerRefusal(RoleError):
@@ -41,13 +36,54 @@ FAILURES = (OSError, RoleError, ValueError)
 """Errors of one server; each quarantines the server."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Capabilities of one server process."""
+
+    version: str
+    """Version of the server's program, for logs."""
+    pause_modes: frozenset[str]
+    spans: bool
+    """The server reports the version of every token; else one answer must have one version."""
+    sessions: bool
+    """Weights are sent between the begin and the end of a session."""
+    buckets: bool
+    """The server accepts many tensors in one broadcast."""
+    relabel: bool
+    """The reported version can be changed without new weights."""
+    distributed: bool
+    tp: int
+    dp: int
+
+    def pause_mode(self, mode: str) -> str:
+        """Return `mode`, or abort if the server cannot split an answer into versions.
+
+        Return abort, too, if the server does not support `mode`.
+        """
+        is_supported = self.spans and mode in self.pause_modes
+        return mode if is_supported else "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGroup:
+    """A process group of the trainer, as rank 0, and servers."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    group_name: str
+    backend: str
+    """gloo or nccl."""
+
+
 @dataclass(eq=False, kw_only=True)
-class ServerControl:
+class ServerControl(ABC):
     """One server process: its routes, and its state in this publisher."""
 
     id: str
     address: str
     pool: Pool
+    protocol: ServerProtocol
     folder: str = ""
     """The folder of its model; "" if the name entry has none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -66,8 +102,6 @@ class ServerControl:
     """Monotonic time before which no process group includes it."""
     broken: bool = False
     """The server has partial weights, so it must not generate under a version's label."""
-    is_open: bool = False
-    """A weight-update session is open."""
     is_paused: bool = False
     """This publisher has paused the server and not continued it yet."""
     flush: bool = True
@@ -76,7 +110,6 @@ class ServerControl:
     """The pause by another client, as a wait in vitals; None: not paused at the last check."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     capabilities: Capabilities | None = None
-    _session_reset: bool = False
     _pause_began: float = 0.0
     _pause_ended: float = 0.0
 
@@ -90,6 +123,66 @@ class ServerControl:
         """The server's capabilities, which `connect` reads."""
         assert self.capabilities is not None, "connect first"
         return self.capabilities
+
+    # ------------------------------------------------------------ the routes of one kind of server
+
+    @abstractmethod
+    async def probe(self) -> Capabilities:
+        """Read the server's capabilities."""
+
+    @abstractmethod
+    async def send_pause(self, mode: str) -> None:
+        """Pause in a mode that the server supports, and set `flush`."""
+
+    @abstractmethod
+    async def send_continue(self) -> None:
+        """Continue the server, whether it is paused or not."""
+
+    @abstractmethod
+    async def begin(self, shapes: Shapes) -> None:
+        """Announce weights in several parts, and mark the server as broken.
+
+        Args:
+            shapes: Shapes of all tensors that will be sent.
+        """
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Finish an update that `begin` announced: the weights are complete."""
+
+    @abstractmethod
+    async def load_folder(self, folder: Path, version: int) -> None:
+        """Load all weights of a version from a Hugging Face folder."""
+
+    @abstractmethod
+    async def join_group(self, group: WeightGroup, rank_offset: int) -> None:
+        """Join a process group; the server's first rank is `rank_offset`."""
+
+    @abstractmethod
+    async def receive(
+        self,
+        layout: Mapping[str, object],
+        group_name: str,
+        *,
+        is_flat: bool,
+        version: int | None,
+    ) -> None:
+        """Receive some tensors over the group.
+
+        Args:
+            layout: `names`, `dtypes` and `shapes` of the tensors.
+            group_name: The group.
+            is_flat: The tensors are sent as one tensor of bytes.
+            version: The version of the weights, with the last tensors; None with all others.
+        """
+
+    @abstractmethod
+    async def leave_group(self, group_name: str) -> None:
+        """Destroy the process group at the server."""
+
+    @abstractmethod
+    async def reports_pause(self) -> bool | None:
+        """Return whether the server is paused now; None if it does not report that."""
 
     # ------------------------------------------------------------ before the first update
 
@@ -113,16 +206,8 @@ class ServerControl:
             if difference:
                 raise RoleError(f"the trainer's tensors differ: {difference}")
         with self.time_limit("the answer to a continue", CONTINUE_S):
-            await self.request_ok("/continue_generation", {})
-        spec_answer = await self.request("/openapi.json")
-        info_answer = await self.request("/server_info")
-        output_answer = await self.request("/generate", ONE_TOKEN)
-        output = _json_if_ok(output_answer)
-        self.capabilities = Capabilities.read(
-            spec=_json_if_ok(spec_answer),
-            info=_json_if_ok(info_answer),
-            meta=output.get("meta_info", {}),
-        )
+            await self.send_continue()
+        self.capabilities = await self.probe()
         logger.info("server probed", server=self.id, **msgspec.to_builtins(self.capabilities))
         return self.capabilities
 
@@ -132,18 +217,7 @@ class ServerControl:
         """Pause in `mode`, or in mode abort if the server does not support `mode`."""
         self._pause_began = time.perf_counter()
         self.is_paused = True
-        supported_mode = self.can.pause_mode(mode)
-        status, answer = await self.request("/pause_generation", {"mode": supported_mode})
-        if status != 200 and supported_mode != "abort":
-            logger.warning("pause refused", server=self.id, mode=mode, status=status)
-            supported_mode = "abort"
-            status, answer = await self.request("/pause_generation", {"mode": supported_mode})
-        self._check("/pause_generation", status, answer)
-        if self.can.sessions and not self._session_reset:
-            # Close a session that a crashed publisher left open. The call blocks unless paused.
-            await self.request("/end_weight_update", {})
-        self._session_reset = True
-        self.flush = supported_mode != "in_place"
+        await self.send_pause(self.can.pause_mode(mode))
         self._pause_ended = time.perf_counter()
 
     async def finish(self, version: int) -> None:
@@ -170,71 +244,25 @@ class ServerControl:
             stall_s=continued - self._pause_ended,
         )
 
-    async def begin(self) -> None:
-        """Open a weight-update session if the server supports them; mark the server as broken."""
-        if self.can.sessions and not self.is_open:
-            status, _ = await self.request("/begin_weight_update", {})
-            if status != 200:  # a session is open: the answer to its end was lost
-                await self.request("/end_weight_update", {})
-                await self.request_ok("/begin_weight_update", {})
-            self.is_open = True
-        self.broken = True
-
-    async def end(self) -> None:
-        """Close the session: the weights are complete."""
-        if self.is_open:
-            self.is_open = False
-            await self.request_ok("/end_weight_update", {})
-        self.broken = False
-
-    async def update(self, path: str, body: Mapping[str, object], *, version: int | None) -> None:
-        """Post new weights or a part of them.
-
-        Args:
-            path: The route.
-            body: Describes the weights.
-            version: Their version, with the last part; None with every other part.
-        """
-        label = None if version is None else str(version)
-        body = {
-            **body,
-            "weight_version": label,
-            "flush_cache": self.flush and version is not None,
-            "abort_all_requests": False,
-        }
-        status, answer = await self.request(path, body)
-        if status == 400 and "not flushed" in answer:
-            # The server has new weights with the old version and prefix cache.
-            await self._flush()
-            if self.can.relabel and version is not None:
-                await self.relabel(str(version), abort=False)
-                return
-            status, answer = await self.request(path, body)
-        self._check(path, status, answer)
-
     async def resume(self) -> None:
-        """Continue the server.
-
-        A broken server is labelled `UNTRUSTED` first. It stays paused if it has no route for that.
-        """
+        """Continue the server, unless it is broken and keeps no label that says so."""
         with self.time_limit("a continue", CONTINUE_S):
-            if self.broken:
-                if not self.can.relabel:
-                    return
-                if self.is_open:
-                    self.is_open = False
-                    await self.request("/end_weight_update", {})
-                await self.relabel(UNTRUSTED, abort=True)
-            await self.request_ok("/continue_generation", {})
+            if self.broken and not await self.mark_broken():
+                return
+            await self.send_continue()
             self.is_paused = False
+
+    async def mark_broken(self) -> bool:
+        """Label a broken server `UNTRUSTED`; return whether it may be continued then."""
+        if not self.can.relabel:
+            return False
+        await self.relabel(UNTRUSTED, abort=True)
+        return True
 
     async def relabel(self, version: str, *, abort: bool) -> None:
         """Set the version that the server reports, without new weights."""
-        body = {
-            "new_version": version,
-            "abort_all_requests": abort,
-        }
-        await self.request_ok("/update_weight_version", body)
+        path, body = self.protocol.relabel_request(version, abort=abort)
+        await self.request_ok(path, body)
 
     # ------------------------------------------------------------ status
 
@@ -253,21 +281,22 @@ class ServerControl:
     async def version(self) -> str | None:
         """Return the version that the server reports; None if it reports none."""
         with self.time_limit("model info", CONTINUE_S):
-            answer = await self.request_ok("/model_info")
-            return msgspec.json.decode(answer).get("weight_version")
+            answer = await self.request_ok(self.protocol.version_path)
+            version = self.protocol.read_version(answer.encode())
+        return None if version is None else str(version)
 
     async def end_foreign_pause(self, *, resume: bool) -> None:
         """Check for a pause by another client; continue the server or show the pause in vitals.
 
-        The caller holds `lock`, so this publisher is not updating the server. SGLang 0.5.9 has no
-        /ready: each call continues it, which has no effect unless it is paused.
+        The caller holds `lock`, so this publisher is not updating the server. A server that does
+        not report pauses is continued by each call, which has no effect unless it is paused.
 
         Args:
             resume: Continue the server; False only shows the pause.
         """
         with self.time_limit("readiness", CONTINUE_S):
-            status, _ = await self.request("/ready")
-        if status != 503:
+            is_paused = await self.reports_pause()
+        if not is_paused:
             self.clear_foreign_pause()
         elif self.foreign_pause is None:
             cause = "by a client that is not this trial's publisher"
@@ -280,9 +309,9 @@ class ServerControl:
                 detail=cause,
             )
             logger.warning(f"server is paused {cause}", server=self.id, continued=resume)
-        if resume and status != 200:
+        if resume and is_paused is not False:
             with self.time_limit("a continue", CONTINUE_S):
-                await self.request_ok("/continue_generation", {})
+                await self.send_continue()
         elif self.foreign_pause is not None:
             table.add(self.foreign_pause)
 
@@ -298,36 +327,44 @@ class ServerControl:
         """Return a wait of at most `seconds` for this server; see `Wait`."""
         return Wait(event=event, owner="publisher", on=self.role, seconds=seconds)
 
-    async def _flush(self) -> None:
-        """Empty the cache while paused: retract running requests, or else abort them."""
-        for mode in ("retract", "abort"):
-            await self.request_ok("/pause_generation", {"mode": mode})
-            status, _ = await self.request("/flush_cache", {})
-            if status == 200:
-                return
-        raise RoleError(f"{self.address} has new weights, but does not flush its old cache")
-
-    async def request_ok(self, path: str, body: Mapping[str, object] | None = None) -> str:
+    async def request_ok(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        is_slow: bool = False,
+    ) -> str:
         """Send a request that must succeed; return the text of the answer.
 
         Raises:
             ServerRefusal: The status is not 200.
         """
-        return self._check(path, *await self.request(path, body))
+        status, answer = await self.request(path, body, is_slow=is_slow)
+        return self.checked(path, status, answer)
 
-    async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
-        """POST `body`, or GET without one; return status and text of the answer."""
+    async def request(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        is_slow: bool = False,
+    ) -> tuple[int, str]:
+        """POST `body`, or GET without one; return status and text of the answer.
+
+        Args:
+            is_slow: The server may need long to answer, so `arealite why` does not blame it.
+        """
         reply = Wait(
             event=f"an answer of {path}",
             owner="publisher",
             on=self.role,
-            replies_soon="weights" not in path and path != "/generate",
+            replies_soon=not is_slow,
         )
         with reply:
             status, answer = await self.pool.request(self.address + path, self.headers, body)
             return status, answer.decode(errors="replace")
 
-    def _check(self, path: str, status: int, answer: str) -> str:
+    def checked(self, path: str, status: int, answer: str) -> str:
         """Return an answer with status 200.
 
         Raises:
@@ -336,9 +373,3 @@ class ServerControl:
         if status != 200:
             raise ServerRefusal(f"{self.address}{path} answered {status}: {answer[:300]}")
         return answer
-
-
-def _json_if_ok(reply: tuple[int, str]) -> dict[str, Any]:
-    """Return the JSON of a reply (status, answer) with status 200; {} for another status."""
-    status, answer = reply
-    return msgspec.json.decode(answer) if status == 200 else {}

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -86,12 +86,9 @@ class DiskPublisher(ServersPublisher):
             del self.folder  # a later stage makes another one
 
     async def update_server(self, server: ServerControl, version: int) -> None:
-        load = partial(
-            ServerControl.update,
-            path="/update_weights_from_disk",
-            body={"model_path": str(self.staged), "load_format": "auto"},
-            version=version,
-        )
+        async def load(server: ServerControl) -> None:
+            await server.load_folder(self.staged, version)
+
         update = ServersUpdate(self, [server], version)
         await update.pause()
         await update.send(load)

@@ -18,6 +18,7 @@ from typing import TypeVar
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
@@ -319,10 +320,12 @@ class ServersPublisher(WeightPublisher):
 
     def _new_server(self, entry: Entry) -> ServerControl:
         """Return the control of a server that is new to this publisher."""
-        return ServerControl(
+        control_type: type[ServerControl] = part_of_entry("server_control", entry.value)
+        return control_type(
             id=entry.id,
             address=str(entry.value["address"]),
             pool=self._pool,
+            protocol=part_of_entry("server_protocol", entry.value)(),
             folder=str(entry.value.get("model_path") or ""),
             headers=self.registry.headers(str(entry.value.get("type") or "")),
         )

@@ -17,7 +17,7 @@ from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, name_dir
-from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
+from arealite.api.llm import LLMClientConfig, SamplingConfig, ServersClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
@@ -47,12 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def experiment(tmp_path: Path, opponent: FixedPolicyConfig) -> ExperimentConfig:
-    own = SGLangClientConfig(refresh_s=0.05, request_timeout_s=600.0, connect_timeout_s=60.0)
+    own = ServersClientConfig(refresh_s=0.05, request_timeout_s=600.0, connect_timeout_s=60.0)
     collector = CollectorConfig(
         env=EnvConfig(type="against"),
         agent=AgentConfig(type="chat"),
         seats={"other": AgentConfig(type="fixed_policy", fixed_policy=opponent)},
-        client=LLMClientConfig(sglang=own),
+        client=LLMClientConfig(servers=own),
         sampling=SamplingConfig(max_new_tokens=8),
     )
     return ExperimentConfig(

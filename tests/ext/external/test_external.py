@@ -169,7 +169,9 @@ async def answering(answer: Callable[[str], str]) -> AsyncIterator[str]:
 
 async def test_server_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
     async with answering(lambda path: "<html>welcome</html>") as address:
-        assert "it is not an SGLang server" in await refusal(experiment(tmp_path, address))
+        assert "it is no server of a kind that is known here" in await refusal(
+            experiment(tmp_path, address)
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from arealite.api.collector_config import AutoscaleConfig
 from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env import Env, envs
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
-from arealite.api.llm import LLMClientConfig, SGLangClientConfig
+from arealite.api.llm import LLMClientConfig, ServersClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.datapipe.datapipe import Datapipe
@@ -100,7 +100,7 @@ class EpisodePacer:
 
 def configured(root: Path) -> ExperimentConfig:
     own = AutoscaleConfig(enabled=True, min_concurrency=2, period_s=0.15)
-    client = LLMClientConfig(sglang=SGLangClientConfig(connect_timeout_s=60.0))
+    client = LLMClientConfig(servers=ServersClientConfig(connect_timeout_s=60.0))
     config = experiment("delayed", group_size=2, concurrency=MOST, autoscale=own, client=client)
     ppo = replace(config.trainer.ppo, batch_size=4, max_staleness=9000, total_steps=9000)
     return replace(
@@ -149,7 +149,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
                 capacity=MOST,
                 context=context,
             )
-            client = SGLangClient(config, config.trainer.ppo.collector.client)
+            client = ServersClient(config, config.trainer.ppo.collector.client)
             worker = RolloutWorker(config, link=link, client=client, tokenizer=tokenizer())
             await worker.run()
             return worker

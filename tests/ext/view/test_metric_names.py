@@ -25,7 +25,7 @@ from arealite.ext.step_metrics.trajectory_metrics import trajectory_metrics
 from arealite.ext.step_metrics.update_metrics import update_metrics
 from arealite.ext.view import metric_names
 from arealite.ext.view.metric_names import catalogue, describe
-from arealite.impl.client.sglang_client import COUNTERS
+from arealite.impl.client.servers_client import COUNTERS
 from arealite.impl.rollout import collector
 from arealite.impl.trainer import metrics
 from arealite.system.datapipe.trainer_request_handler import IdleClock, TrainerRequestHandler

@@ -13,9 +13,9 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir
-from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, SGLangClientConfig
+from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, ServersClientConfig
 from arealite.api.trial import ClusterConfig
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 
@@ -23,7 +23,7 @@ from tests.fakes.sglang import FakeSGLang
 class Site:
     """Fake servers and a client that discovered them."""
 
-    def __init__(self, client: SGLangClient, servers: list[FakeSGLang], names: NameRegistry):
+    def __init__(self, client: ServersClient, servers: list[FakeSGLang], names: NameRegistry):
         self.client, self.servers, self.names = client, servers, names
         self.silent = set[FakeSGLang]()
         """Servers whose registry entries are no longer renewed."""
@@ -64,12 +64,12 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
         names = NameRegistry(root=name_dir(experiment), ttl_s=600.0, heartbeat_s=0.02)
         # Deadlines that do not pass unless a test shortens them.
         limits = {"request_timeout_s": 60.0, "connect_timeout_s": 60.0}
-        own = SGLangClientConfig(**({"refresh_s": 0.05} | limits | client))
+        own = ServersClientConfig(**({"refresh_s": 0.05} | limits | client))
         async with AsyncExitStack() as stack:
             servers = [
                 await stack.enter_async_context(FakeSGLang(**one)) for one in settings or ({},)
             ]
-            made = SGLangClient(experiment, LLMClientConfig(sglang=own))
+            made = ServersClient(experiment, LLMClientConfig(servers=own))
             its = Site(made, servers, names)
             for index, server in enumerate(servers):
                 value = partial(its.value, server)

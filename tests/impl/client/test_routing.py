@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from arealite.base.errors import DeadlineError
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol
 from arealite.impl.client import server_choice
 from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.system.health.waits import Wait
@@ -14,7 +15,11 @@ def router(*versions: int, alive: bool = True) -> Router:
     made = Router()
     for index, version in enumerate(versions):
         server = LLMServerState(
-            id=f"s{index}", address=f"http://127.0.0.1:{9000 + index}", version=version, alive=alive
+            id=f"s{index}",
+            address=f"http://127.0.0.1:{9000 + index}",
+            version=version,
+            alive=alive,
+            protocol=SGLangProtocol(),
         )
         made.servers[server.id] = server
     return made
@@ -65,7 +70,9 @@ def test_number_of_remembered_groups_is_bounded(monkeypatch) -> None:
 
 
 async def test_lost_server_interrupts_its_waits() -> None:
-    server = LLMServerState(id="s", address="http://127.0.0.1:9", alive=True)
+    server = LLMServerState(
+        id="s", address="http://127.0.0.1:9", alive=True, protocol=SGLangProtocol()
+    )
 
     async def ask() -> None:
         with Wait(event="an answer", owner="llm client", seconds=60) as wait:

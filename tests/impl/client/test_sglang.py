@@ -18,8 +18,8 @@ from arealite.base.errors import (
     InvariantError,
     ServerUnavailable,
 )
-from arealite.impl.client import sglang_client
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client import servers_client
+from arealite.impl.client.servers_client import ServersClient
 from arealite.system.health.waits import table
 from tests.fakes.sglang import FakeSGLang, next_letter
 from tests.impl.client.conftest import request
@@ -364,7 +364,7 @@ async def test_server_error_is_retried_at_another_server(site) -> None:
 
 
 async def test_number_of_server_errors_is_bounded(site, monkeypatch) -> None:
-    monkeypatch.setattr(sglang_client, "MAX_SERVER_ERRORS", 3)
+    monkeypatch.setattr(servers_client, "MAX_SERVER_ERRORS", 3)
     async with site() as s:
         s.servers[0].fail_next("500", count=10)
         with pytest.raises(ServerUnavailable, match="scripted 500"):
@@ -373,7 +373,7 @@ async def test_number_of_server_errors_is_bounded(site, monkeypatch) -> None:
 
 
 async def test_malformed_answer_counts_as_a_server_error(site, monkeypatch) -> None:
-    monkeypatch.setattr(sglang_client, "MAX_SERVER_ERRORS", 2)
+    monkeypatch.setattr(servers_client, "MAX_SERVER_ERRORS", 2)
     async with site({}, {}) as s:
         s.servers[0]._answer = lambda job: {"output_ids": "many"}
         assert (await s.generate()).stop_reason == "length"
@@ -453,7 +453,7 @@ async def test_missing_logprobs_raise_an_invariant_error(site) -> None:
 
 async def test_start_without_servers_fails_with_the_command_that_starts_one(experiment) -> None:
     object.__setattr__(experiment, "server_wait_s", 0.1)
-    client = SGLangClient(experiment, LLMClientConfig())
+    client = ServersClient(experiment, LLMClientConfig())
     with pytest.raises(DeadlineError, match="launch_llm_server"):
         await client.start()
     await client.close()
@@ -465,7 +465,7 @@ def test_servers_started_by_the_launcher_extend_the_wait(
 ) -> None:
     object.__setattr__(experiment, "server_wait_s", 0.1)
     object.__setattr__(experiment, "launcher", LauncherConfig(llm_servers=own))
-    assert SGLangClient(experiment, LLMClientConfig())._server_wait_s == seconds
+    assert ServersClient(experiment, LLMClientConfig())._server_wait_s == seconds
 
 
 async def test_120_concurrent_generations_return_correct_tokens(site) -> None:

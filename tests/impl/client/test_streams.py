@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
 from arealite.base.errors import GenerationRefused, InvariantError
 from arealite.ext.gateway.answer_stream import TokenStream
-from arealite.impl.client import sglang_messages
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol
+from arealite.impl.client import answers
 from tests.impl.client.conftest import request
 from tests.impl.client.test_sglang import expected, post, push
 from tests.waiting import eventually
@@ -213,19 +214,20 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
             input_ids=[1],
             sampling=SamplingConfig(),
             on_tokens=told.append,
-        )
+        ),
+        SGLangProtocol(),
     )
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         stream.feed(raw[begin:end])
     answer = stream.answer
     assert answer is not None
     assert told.ids == answer.output_ids == ids[: ends[-1]]
-    assert sglang_messages.token_logprobs(answer) == [-token / 8 for token in told.ids]
-    assert sglang_messages.token_versions(answer, 0) == [7] * len(told.ids)
+    assert answer.logprobs == [-token / 8 for token in told.ids]
+    assert answers.token_versions(answer, 0) == [7] * len(told.ids)
 
 
 def test_stream_whose_logprobs_belong_to_other_tokens_is_refused() -> None:
-    stream = TokenStream(request(on_tokens=Told().append))
+    stream = TokenStream(request(on_tokens=Told().append), SGLangProtocol())
     stream.feed(event([1, 2], [1, 2], total=2))
     with pytest.raises(InvariantError, match="do not belong to them"):
         stream.feed(event([3], [4], total=3))

@@ -7,11 +7,14 @@ import json
 import pytest
 
 from arealite.api.llm import SamplingConfig
+from arealite.api.server_protocol import GenerateRequest, ServerAnswer
 from arealite.base.errors import InvariantError
-from arealite.impl.client import sglang_messages
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol
+from arealite.impl.client import answers
+from arealite.impl.http_client import error_message
 
 
-def answer(ids: list[int], **meta: object) -> sglang_messages.GenerateAnswer:
+def answer(ids: list[int], **meta: object) -> ServerAnswer:
     body = {
         "text": "x",
         "output_ids": ids,
@@ -22,12 +25,18 @@ def answer(ids: list[int], **meta: object) -> sglang_messages.GenerateAnswer:
             **meta,
         },
     }
-    return sglang_messages.decode_answer(json.dumps(body).encode())
+    return SGLangProtocol().decode_answer(json.dumps(body).encode())
+
+
+def sent_params(sampling: SamplingConfig, num_sampled: int) -> dict[str, object]:
+    """Return the sampling parameters of a request."""
+    request = GenerateRequest(rid="a", input_ids=[1], sampling=sampling, num_sampled=num_sampled)
+    return json.loads(SGLangProtocol().encode_request(request))["sampling_params"]
 
 
 def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
     sampling = SamplingConfig(max_new_tokens=10, min_new_tokens=4, stop=["b"], stop_token_ids=[7])
-    first = sglang_messages.sampling_params(sampling, 0)
+    first = sent_params(sampling, 0)
     assert first == {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -38,7 +47,7 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
         "stop": ["b"],
         "stop_token_ids": [7],
     }
-    later = sglang_messages.sampling_params(sampling, 6)
+    later = sent_params(sampling, 6)
     assert (later["max_new_tokens"], later["min_new_tokens"]) == (4, 0)
 
 
@@ -46,7 +55,7 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
     ("told", "version"), [("default", 0), (None, 0), ("7", 7), (3, 3), ("", 0), ("v2", 0)]
 )
 def test_version_that_is_not_an_integer_is_zero(told: str | int | None, version: int) -> None:
-    assert sglang_messages.parse_version(told) == version
+    assert answers.parse_version(told) == version
 
 
 def test_token_versions_come_from_spans() -> None:
@@ -54,18 +63,18 @@ def test_token_versions_come_from_spans() -> None:
         {"version": "default", "start": 0, "end": 1},
         {"version": "2", "start": 1, "end": 3},
     ]
-    assert sglang_messages.token_versions(answer([4, 5, 6], weight_versions=spans), 9) == [0, 2, 2]
+    assert answers.token_versions(answer([4, 5, 6], weight_versions=spans), 9) == [0, 2, 2]
 
 
 def test_token_versions_without_spans_are_the_acknowledged_version() -> None:
-    assert sglang_messages.token_versions(answer([4, 5], weight_version="3"), 2) == [2, 2]
+    assert answers.token_versions(answer([4, 5], weight_version="3"), 2) == [2, 2]
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (1, 3), (0, 3)])
 def test_spans_that_do_not_cover_the_output_raise_an_error(ends: tuple[int, int]) -> None:
     spans = [{"version": "1", "start": ends[0], "end": ends[1]}]
     with pytest.raises(InvariantError, match="cover"):
-        sglang_messages.token_versions(answer([4, 5], weight_versions=spans), 0)
+        answers.token_versions(answer([4, 5], weight_versions=spans), 0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_spans_that_do_not_cover_the_output_raise_an_error(ends: tuple[int, int]
 )
 def test_logprobs_that_mismatch_the_ids_raise_an_error(pairs: list[object]) -> None:
     with pytest.raises(InvariantError, match="logprobs"):
-        sglang_messages.token_logprobs(answer([4, 5], output_token_logprobs=pairs))
+        answer([4, 5], output_token_logprobs=pairs)
 
 
 @pytest.mark.parametrize(
@@ -88,4 +97,4 @@ def test_logprobs_that_mismatch_the_ids_raise_an_error(pairs: list[object]) -> N
     ],
 )
 def test_error_message_is_read_from_each_response_format(raw: bytes, text: str) -> None:
-    assert sglang_messages.error_message(400, raw) == f"HTTP 400: {text}"
+    assert error_message(400, raw) == f"HTTP 400: {text}"

@@ -25,10 +25,9 @@ class TwoParts(DiskPublisher):
 
     async def update_server(self, server: ServerControl, version: int) -> None:
         async def send(server: ServerControl) -> None:
-            await server.begin()
+            await server.begin({})
             for name, number in (("a.weight", None), ("b.weight", version)):
-                body = {"names": [name], "group_name": GROUP}
-                await server.update(PATH, body, version=number)
+                await server.receive({"names": [name]}, GROUP, is_flat=False, version=number)
 
         update = ServersUpdate(self, [server], version)
         await update.pause()

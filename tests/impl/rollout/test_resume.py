@@ -18,7 +18,7 @@ from arealite.api.collector_config import CollectorConfig
 from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env_config import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, run_paths
-from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
+from arealite.api.llm import LLMClientConfig, SamplingConfig, ServersClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trainer_messages import Finish, Published, StepReport
@@ -50,7 +50,7 @@ def experiment(root: Path) -> ExperimentConfig:
     collector = CollectorConfig(
         env=EnvConfig(type="counter"),
         agent=AgentConfig(math_code_single_step=PLAIN),
-        client=LLMClientConfig(sglang=SGLangClientConfig(connect_timeout_s=60.0)),
+        client=LLMClientConfig(servers=ServersClientConfig(connect_timeout_s=60.0)),
         sampling=SamplingConfig(max_new_tokens=BUDGET),
         group_size=1,
         concurrency=1,

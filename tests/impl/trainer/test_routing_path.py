@@ -23,7 +23,7 @@ from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.turns import decode_turn, encode_turn
 from arealite.ext.models.expert_routing import Routing
-from arealite.impl.client.sglang_client import SGLangClient
+from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.rollout.collector import make_trajectory
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.system.ledger.payload_checks import find_mismatch
@@ -67,7 +67,7 @@ def settings(model: Path, names: Path, routing: Any) -> ExperimentConfig:
 async def play(config: ExperimentConfig, *, is_paused: bool) -> tuple[Agent, Any]:
     """Play one episode on an embedded server; `is_paused`: it recomputes the first answer."""
     async with running(server_config(config.model.path or "", config.cluster.name_root)) as server:
-        client = SGLangClient(config, LLMClientConfig())
+        client = ServersClient(config, LLMClientConfig())
         await client.start()
         agent = Talker(None, client=client, tokenizer=None, seat=Seat())  # type: ignore[arg-type]
         playing = asyncio.create_task(agent.act(None))

@@ -1,4 +1,4 @@
-"""The client of SGLang servers and embedded servers: SGLang's native HTTP protocol.
+"""The client of LLM servers of every kind; `ServerProtocol` has what differs between them.
 
 The client returns complete generations. If a server fails, or a weight update aborts a request, the
 client sends the prompt again with the tokens so far. Every token keeps the logprob and the policy
@@ -15,13 +15,14 @@ import msgspec
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import AnswerStreamMaker
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
+from arealite.api.server_protocol import AnswerStream, GenerateRequest, ServerAnswer
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
-from arealite.impl.client import sglang_messages
+from arealite.impl.client import answers
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.server_choice import LLMServerState, Router
-from arealite.impl.http_client import Pool
+from arealite.impl.http_client import Pool, error_message
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import NameRegistry
 
@@ -92,11 +93,11 @@ class GenerationState:
         return num_tokens - 1 - self.request.routing_start
 
 
-class SGLangClient(LLMClient):
+class ServersClient(LLMClient):
     """Generates through the trial's live servers, as the name registry lists them."""
 
     def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
-        self.config = config.sglang
+        self.config = config.servers
         self._model_path = args.model.path
         self._warned_of_routing = False
         self._records_routing = args.trainer.ppo.collector.routing != "ignore"
@@ -176,7 +177,7 @@ class SGLangClient(LLMClient):
             )
             if server is None:
                 server = await self._wait_for_server(generation)
-            sglang_messages.check_request(request, server.vocab_size, server.context_length)
+            answers.check_request(request, server.vocab_size, server.context_length)
             acknowledged = server.version
             answer = await self._attempt(generation, server)
             if answer is None:
@@ -195,7 +196,7 @@ class SGLangClient(LLMClient):
 
     async def _attempt(
         self, generation: GenerationState, server: LLMServerState
-    ) -> sglang_messages.GenerateAnswer | None:
+    ) -> ServerAnswer | None:
         """Send the request with the tokens so far; return the answer.
 
         If another attempt is needed, return the tokens that were streamed before the failure, or
@@ -203,8 +204,10 @@ class SGLangClient(LLMClient):
         """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
-        stream = None if request.on_tokens is None else self._stream_makers[-1](request)
-        body = self._encode_body(generation, rid, is_stream=stream is not None)
+        stream = (
+            None if request.on_tokens is None else self._stream_makers[-1](request, server.protocol)
+        )
+        body = self._encode_body(generation, server, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
             status, raw = await self._post(generation, server, rid, body, stream)
@@ -218,44 +221,71 @@ class SGLangClient(LLMClient):
             server.mark_entry_stale()
             self._directory.request_refresh()
             await self._retry(generation, server, "failovers", str(error))
-            return stream.answer if stream is not None else None
+            return self._streamed_answer(generation, server, stream)
         if status == 200:
             if stream is not None and stream.answer is not None:
                 return stream.answer
             try:
-                return sglang_messages.decode_answer(raw)
+                return server.protocol.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
         else:
-            message = sglang_messages.error_message(status, raw)
+            message = error_message(status, raw)
             if 400 <= status < 500 and status not in RETRIED_STATUSES:
                 raise GenerationRefused(f"{server.address}: {message}")
         generation.errors += 1
         await self._retry(generation, server, "server_errors", message)
-        return stream.answer if stream is not None else None
+        return self._streamed_answer(generation, server, stream)
 
-    def _encode_body(self, generation: GenerationState, rid: str, *, is_stream: bool) -> bytes:
-        """Return the JSON body of an attempt: the prompt and the tokens so far."""
+    def _streamed_answer(
+        self, generation: GenerationState, server: LLMServerState, stream: AnswerStream | None
+    ) -> ServerAnswer | None:
+        """Return the tokens that a server streamed before it failed; None without any.
+
+        Raises:
+            ServerUnavailable: the server did not report their versions, which it does at the end.
+        """
+        if stream is None or stream.answer is None:
+            return None
+        self._check_streamed(generation, server, stream.answer)
+        return stream.answer
+
+    def _check_streamed(
+        self, generation: GenerationState, server: LLMServerState, answer: ServerAnswer
+    ) -> None:
+        """Fail a generation whose caller has tokens that cannot be in the response."""
+        is_stream = generation.request.on_tokens is not None
+        if is_stream and answer.output_ids and not server.protocol.streams_versions:
+            raise ServerUnavailable(
+                f"{generation.request.request_id}: {server.address} streamed "
+                f"{len(answer.output_ids)} tokens whose versions are unknown or too old"
+            )
+
+    def _encode_body(
+        self,
+        generation: GenerationState,
+        server: LLMServerState,
+        rid: str,
+        *,
+        is_stream: bool,
+    ) -> bytes:
+        """Return the body of an attempt: the prompt and the tokens so far."""
         request = generation.request
-        params = sglang_messages.sampling_params(request.sampling, len(generation.output_ids))
-        if is_stream:
-            params["stream_interval"] = sglang_messages.STREAM_INTERVAL
         ids: list[int] | msgspec.Raw
         if request.json and not generation.output_ids:
             ids = msgspec.Raw(request.json)
         else:
             ids = request.input_ids + generation.output_ids
-        body = sglang_messages.GenerateRequest(
+        attempt = GenerateRequest(
             rid=rid,
             input_ids=ids,
-            sampling_params=params,
-            return_logprob=True,
-            stream=is_stream,
+            sampling=request.sampling,
+            num_sampled=len(generation.output_ids),
+            is_stream=is_stream,
+            with_routing=self._experts is not None,
+            routing_start=request.routing_start,
         )
-        if self._experts is not None:
-            body.return_routed_experts = True
-            body.routed_experts_start_len = request.routing_start
-        return sglang_messages.encode_body(body)
+        return server.protocol.encode_request(attempt)
 
     async def _post(
         self,
@@ -263,7 +293,7 @@ class SGLangClient(LLMClient):
         server: LLMServerState,
         rid: str,
         body: bytes,
-        stream: sglang_messages.AnswerStream | None,
+        stream: AnswerStream | None,
     ) -> tuple[int, bytes]:
         """Post a request, and abort it if it is cancelled; return status and body of the reply.
 
@@ -302,7 +332,7 @@ class SGLangClient(LLMClient):
         self,
         generation: GenerationState,
         server: LLMServerState,
-        answer: sglang_messages.GenerateAnswer,
+        answer: ServerAnswer,
         acknowledged: int,
     ) -> str | None:
         """Add the tokens of an answer; return the stop reason, or None if generation must continue.
@@ -310,39 +340,36 @@ class SGLangClient(LLMClient):
         Args:
             acknowledged: version that the server had reported before the request was sent.
         """
-        meta = answer.meta_info
         newest = acknowledged
-        if meta.weight_version is not None:
-            newest = sglang_messages.parse_version(meta.weight_version)
-        logprobs = sglang_messages.token_logprobs(answer)
+        if answer.newest_version is not None:
+            newest = answers.parse_version(answer.newest_version)
         # Without spans all tokens get the version acknowledged before sending, or the version of
         # the answer if that is lower: then the server restarted in between.
-        versions = sglang_messages.token_versions(answer, min(acknowledged, newest))
+        versions = answers.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
             server.version = newest  # restarted with old weights after its entry was renewed
             server.mark_entry_stale()
             self._stats["stale_answers"] += 1
             self._directory.request_refresh()
+            self._check_streamed(generation, server, answer)
             return None
         server.version = max(server.version, newest)
         generation.output_ids += answer.output_ids
-        generation.logprobs += logprobs
+        generation.logprobs += answer.logprobs
         generation.versions += versions
         if self._experts is not None:
-            routing = sglang_messages.routing(answer, self._experts, generation.routed_tokens)
+            routing = answers.routing(answer, self._experts, generation.routed_tokens)
             generation.add_routing(routing, self._experts.token_bytes)
-        generation.interruptions += meta.num_retractions or meta.total_retractions or 0
+        generation.interruptions += answer.num_retractions
         if versions:
             generation.failures = 0
-        finish = meta.finish_reason or sglang_messages.FinishReason(type="abort")
-        if finish.type in ("stop", "length"):
+        if answer.finish in ("stop", "length"):
             self._warn_without_routing(generation, server)
-            return finish.type
-        is_client_error = 400 <= (finish.status_code or 0) < 500
-        if finish.type != "abort" or is_client_error:
-            raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
+            return answer.finish
+        if answer.finish not in (None, "abort") or answer.is_refusal:
+            raise GenerationRefused(f"finish reason {answer.finish}: {answer.finish_message}")
         generation.interruptions += 1
-        return sglang_messages.end_of_aborted(
+        return answers.end_of_aborted(
             answer,
             generation.request.sampling,
             len(generation.output_ids),
@@ -411,10 +438,10 @@ class SGLangClient(LLMClient):
 
         async def send() -> None:
             pool = self._abort_pools[server.id]
-            url = f"{server.address}/abort_request"
+            path, body = server.protocol.abort_request(rid)
             try:
                 async with asyncio.timeout(self.config.connect_timeout_s):
-                    await pool.request(url, server.headers, {"rid": rid})
+                    await pool.request(server.address + path, server.headers, body)
             except OSError as error:
                 logger.debug("abort failed", rid=rid, error=str(error))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arealite.impl.publisher.capabilities import Capabilities
+from arealite.ext.sglang.sglang_capabilities import read_capabilities
 
 PATHS = [
     "/begin_weight_update",
@@ -29,7 +29,7 @@ INFO = {"version": "0.5.23", "tp_size": 2, "dp_size": 1}
 
 
 def test_new_server_has_all_capabilities() -> None:
-    can = Capabilities.read(spec(PATHS), INFO, {"weight_versions": []})
+    can = read_capabilities(spec(PATHS), INFO, {"weight_versions": []})
     assert (can.spans, can.sessions, can.buckets) == (True, True, True)
     assert (can.relabel, can.distributed) == (True, True)
     assert (can.tp, can.dp) == (2, 1)
@@ -38,16 +38,16 @@ def test_new_server_has_all_capabilities() -> None:
 
 
 def test_server_without_version_spans_is_paused_with_abort() -> None:
-    can = Capabilities.read(spec(PATHS), INFO, {"weight_version": "1"})
+    can = read_capabilities(spec(PATHS), INFO, {"weight_version": "1"})
     assert can.pause_mode("retract") == "abort"
 
 
 def test_old_server_has_no_optional_capabilities() -> None:
     old = spec(["/generate"], UpdateWeightsFromDistributedReqInput={"names": {}})
-    can = Capabilities.read(old, {}, {})
+    can = read_capabilities(old, {}, {})
     assert not any((can.sessions, can.buckets, can.relabel, can.distributed))
     assert (can.tp, can.dp) == (1, 1)
 
 
 def test_server_without_an_openapi_description_can_be_paused() -> None:
-    assert Capabilities.read({}, {}, {}).pause_modes == {"abort"}
+    assert read_capabilities({}, {}, {}).pause_modes == {"abort"}

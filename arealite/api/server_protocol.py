@@ -1,0 +1,210 @@
+"""The interface to one kind of LLM server: what differs between SGLang, vLLM and others.
+
+A protocol converts between the bytes of a server's HTTP routes and the types of this module. It
+does no I/O, so that clients, supervisors and tests can use it. The entry of a server in the name
+registry has the protocol's registered name. Pauses and weight updates are a class of their own,
+`arealite.impl.publisher.control.ServerControl`, registered under the same name.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from arealite.api.llm import SamplingConfig
+from arealite.base import entries
+from arealite.base.errors import InvariantError, UserError
+
+DEFAULT_PROTOCOL = "sglang"
+"""The protocol of a server whose entry in the name registry names none."""
+Json = dict[str, Any]
+Load = dict[str, int]
+"""Numbers of requests: "running" and "waiting", and "capacity" (0: unknown)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateRequest:
+    """One request for tokens."""
+
+    rid: str
+    """Id by which the request can be aborted. No id is a prefix of another one."""
+    input_ids: list[int] | msgspec.Raw
+    """The prompt and the tokens sampled so far, or their JSON."""
+    sampling: SamplingConfig
+    num_sampled: int = 0
+    """Tokens at the end of `input_ids` that earlier answers have sampled."""
+    ignore_eos: bool = False
+    is_stream: bool = False
+    with_routing: bool = False
+    """Whether the answer should have the experts of each input token."""
+    routing_start: int = 0
+    """First token of `input_ids` whose experts are wanted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens [start, end) of an output were sampled under `version`."""
+
+    version: str | int | None
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerAnswer:
+    """The tokens of an answer, or the new tokens of one event of a streamed answer."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """One for each of `output_ids`."""
+    spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+    """The versions of all tokens so far; [] if the server does not report them."""
+    newest_version: str | int | None = None
+    """The server's version at the end of the answer; None if it does not report it."""
+    finish: str | None = None
+    """ "stop", "length", "abort" or another reason; None before the end of a stream."""
+    finish_message: str | None = None
+    is_refusal: bool = False
+    """Whether the server aborted the request because the request is invalid."""
+    num_retractions: int = 0
+    """How often the server dropped the KV cache of the request and computed it again."""
+    num_tokens: int = 0
+    """Tokens so far; in an event of a stream with those of earlier events."""
+    text: str = ""
+    """Text of the tokens so far; perhaps "" if the request has no stop strings."""
+    is_whole_text: bool = True
+    """False: `text` lacks the text of earlier events of the stream."""
+    expert_ids: np.ndarray | None = None
+    """Recorded experts, [inputs, layers, experts per token] in one dimension."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerDescription:
+    """What a server says of itself."""
+
+    model_path: str
+    version: str | int | None
+    """Version of its weights; None if it does not report it."""
+    context_length: int | None = None
+    """Tokens of the longest prompt."""
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    start_id: str | None = None
+    """Differs between two starts of the server; None if it reports nothing of that kind."""
+    dtype: str | None = None
+    quantization: str | None = None
+
+
+class ServerProtocol(ABC):
+    """Requests and answers of one kind of server. Objects have no state."""
+
+    generate_path: str
+    version_path: str
+    load_path: str
+    describe_paths: tuple[str, ...]
+    """Routes whose answers `describe` reads."""
+    streams_versions: bool
+    """Whether a token of a stream has its version before the stream ends."""
+
+    @abstractmethod
+    def encode_request(self, request: GenerateRequest) -> bytes:
+        """Return the body of a request. Each parameter that changes the distribution is in it."""
+
+    @abstractmethod
+    def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:
+        """Return an answer, or the new tokens of one event of a streamed answer.
+
+        Args:
+            raw: The JSON.
+            num_before: Tokens of earlier events of a stream; None: `raw` is a whole answer.
+
+        Raises:
+            msgspec.DecodeError: It is not an answer.
+            InvariantError: Ids and logprobs belong to different tokens.
+        """
+
+    @abstractmethod
+    def abort_request(self, rid: str) -> tuple[str, Json]:
+        """Return route and body of the request that aborts another one."""
+
+    @abstractmethod
+    def relabel_request(self, version: str, *, abort: bool) -> tuple[str, Json]:
+        """Return route and body of the request that sets the reported version.
+
+        Args:
+            version: The new label.
+            abort: Abort all running requests.
+        """
+
+    @abstractmethod
+    def describe(self, answers: Mapping[str, Json]) -> ServerDescription | None:
+        """Return what a server says of itself; None if it is another kind of server.
+
+        Args:
+            answers: JSON of each of `describe_paths`; {} for a route without such an answer.
+
+        Raises:
+            UserError: The server cannot be used; the error says how it must be started.
+        """
+
+    @abstractmethod
+    def read_version(self, raw: bytes) -> str | int | None:
+        """Return the version in an answer of `version_path`; None if it has none."""
+
+    @abstractmethod
+    def read_load(self, raw: bytes) -> Load | None:
+        """Return the load in an answer of `load_path`; None if it has none."""
+
+
+class AnswerStream(Protocol):
+    """Reads the events of one streamed answer (hook `answer_stream`)."""
+
+    @property
+    def failure(self) -> tuple[int, bytes] | None:
+        """Status and body of an event that is an error or malformed."""
+        ...
+
+    @property
+    def answer(self) -> ServerAnswer | None:
+        """The tokens so far, without a finish reason before the end; None without events."""
+        ...
+
+    def feed(self, data: bytes) -> None:
+        """Read bytes of the answer; pass their tokens to the request's `on_tokens`.
+
+        Raises:
+            InvariantError: ids and logprobs belong to different tokens.
+        """
+        ...
+
+
+def part_of_entry(group: str, entry: Mapping[str, Any]) -> Any:
+    """Return what a group has for the protocol of a server.
+
+    Args:
+        group: "server_protocol" or "server_control".
+        entry: Content of the server's entry in the name registry.
+
+    Raises:
+        UserError: no installed package has it.
+    """
+    name = entry.get("protocol", DEFAULT_PROTOCOL)
+    target = entries.find(group, name)
+    if target is None:
+        raise UserError(
+            f"{entry['address']} speaks the protocol {name!r}, which no package here knows. "
+            "Install the package that started this server."
+        )
+    return entries.load(target)
+
+
+def mismatch(num_tokens: int, num_logprobs: int) -> InvariantError:
+    """Return the error for ids and logprobs of different tokens."""
+    return InvariantError(
+        f"a server returned {num_tokens} tokens and {num_logprobs} logprobs "
+        "that do not belong to them; "
+        "start it with logprobs enabled, or report it to its authors."
+    )

@@ -1,0 +1,1 @@
+"""Server programs as supervised processes of this host."""

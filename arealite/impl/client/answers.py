@@ -1,0 +1,123 @@
+"""Checks of requests and answers that hold for every kind of server.
+
+They are separate from the client, so that tests need no server.
+"""
+
+from collections.abc import Collection
+from functools import lru_cache
+
+from arealite.api.llm import LLMRequest, SamplingConfig
+from arealite.api.server_protocol import ServerAnswer
+from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
+from arealite.base.model_folder import Experts
+
+
+def check_request(request: LLMRequest, vocab: int | None, context: int | None) -> None:
+    """Refuse a request that could crash a server or get a wrong answer.
+
+    Args:
+        vocab: token ids that the server's model has; None: not checked.
+        context: tokens of prompt and answer that the server allows; None: not checked.
+
+    Raises:
+        GenerationRefused: the prompt is empty, or a token id lies outside the vocabulary.
+        ContextOverflow: prompt + budget exceed the server's context.
+    """
+    ids = request.input_ids
+    if not ids:
+        raise GenerationRefused(f"{request.request_id}: the prompt is empty")
+    unchecked_ids = ids[request.num_known_tokens :]
+    if vocab and unchecked_ids:
+        lowest = min(unchecked_ids)
+        highest = max(unchecked_ids)
+        if lowest < 0 or highest >= vocab:
+            raise GenerationRefused(
+                f"{request.request_id}: token ids span {lowest} … {highest}, "
+                f"the model has {vocab}; the tokenizer does not belong to the model."
+            )
+    max_new_tokens = request.sampling.max_new_tokens
+    if context and len(ids) + max_new_tokens > context:
+        raise ContextOverflow(
+            f"{request.request_id}: {len(ids)} prompt tokens + {max_new_tokens} new ones exceed "
+            f"the context of {context}; lower sampling.max_new_tokens.",
+            context - len(ids),
+        )
+
+
+@lru_cache(maxsize=4096)
+def parse_version(label: str | int | None) -> int:
+    """Return a policy version; a label that is no integer ("default": never updated) is version 0.
+
+    None is version 0, too.
+    """
+    try:
+        return int(label or 0)
+    except ValueError:
+        return 0
+
+
+def token_versions(answer: ServerAnswer, acknowledged: int) -> list[int]:
+    """Return the policy version of each output token; `acknowledged` where there are no spans.
+
+    Raises:
+        InvariantError: the spans do not cover the output.
+    """
+    num_tokens = len(answer.output_ids)
+    if not answer.spans:
+        return [acknowledged] * num_tokens
+    versions: list[int] = []
+    for span in answer.spans:
+        if span.start == len(versions):
+            version = parse_version(span.version)
+            versions += [version] * (span.end - span.start)
+    if len(versions) != num_tokens:
+        raise InvariantError(
+            f"weight_versions {answer.spans} do not cover an output of {num_tokens} tokens"
+        )
+    return versions
+
+
+def routing(answer: ServerAnswer, experts: Experts | None, tokens: int) -> bytes:
+    """Return the recorded experts of an answer, as in `LLMResponse.routing`; b"" without a record.
+
+    Args:
+        experts: numbers of the model; None: no record was requested.
+        tokens: inputs that the record must cover.
+
+    Raises:
+        InvariantError: the record has another length, or numbers of experts that do not exist.
+    """
+    expert_ids = answer.expert_ids
+    if experts is None or expert_ids is None:
+        return b""
+    highest_id = int(expert_ids.max(initial=0))
+    expected_length = tokens * experts.layers * experts.per_token
+    has_length = len(expert_ids) == expected_length
+    if answer.finish in (None, "abort") and not has_length:
+        return b""  # the next answer has the record of all tokens
+    if not has_length or highest_id >= experts.number:
+        raise InvariantError(
+            f"a server returned {len(expert_ids)} numbers of experts up to {highest_id}; "
+            f"{expected_length} numbers below {experts.number} were expected."
+        )
+    return expert_ids.astype(f"<u{experts.width}").tobytes()
+
+
+def end_of_aborted(
+    answer: ServerAnswer,
+    sampling: SamplingConfig,
+    length: int,
+    eos: Collection[int],
+) -> str | None:
+    """Return the stop reason of an aborted output that was already complete; None otherwise.
+
+    Args:
+        length: number of tokens sampled so far, earlier answers included.
+        eos: the model's end tokens.
+    """
+    if answer.output_ids and length > sampling.min_new_tokens:
+        if answer.output_ids[-1] in {*eos, *sampling.stop_token_ids}:
+            return "stop"
+        if any(stop_string in answer.text for stop_string in sampling.stop):
+            return "stop"
+    return "length" if length >= sampling.max_new_tokens else None
