@@ -7,7 +7,6 @@ $VLLM_PYTHON. The server loads the modules of arealite/ext/vllm/inside.
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,15 +49,8 @@ ARGUMENTS = [
 
 
 def vllm_model(path: Path, *, seed: int = 0, **overrides: object) -> Path:
-    """Write a tiny model (see tests.models) whose heads have 32 numbers; vLLM needs this on CPUs."""
+    """Write a tiny model (see tests.models) with heads of 32 numbers, which vLLM has on CPUs."""
     return tiny_model(path, seed=seed, hidden_size=128, **overrides)
-
-
-def write_secret(path: Path) -> Path:
-    """Write a trial's secret to a file and return it."""
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32) + "\n")
-    return path
 
 
 @contextmanager

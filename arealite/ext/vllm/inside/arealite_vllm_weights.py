@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Loads new weights into a running vLLM server, from a folder or from a process group.
 
 vLLM loads the module into each worker process:
@@ -37,7 +38,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import vllm
 from arealite_vllm_checkpoint import (
     CODE_OF_DTYPE,
     ServedCheckpoint,
@@ -46,6 +46,7 @@ from arealite_vllm_checkpoint import (
     read_headers,
 )
 from safetensors import safe_open
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -58,6 +59,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     layerwise,
 )
+from vllm.version import __version__ as VERSION
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -123,6 +125,7 @@ class ModelWeights(WeightTransferEngine[GroupInfo, TensorsInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._served = served_checkpoint(self.model_config)
+        self._parameters = parameter_names(model)
         self._update: WeightUpdate | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -248,7 +251,8 @@ class ModelWeights(WeightTransferEngine[GroupInfo, TensorsInfo]):
         """Check that each parameter of vLLM's model has a new value, as vLLM does at its start."""
         if self.model_config.quantization is not None:
             return
-        parameters = {name for name, _ in self.model.named_parameters()}
+        # Before the update, a tied head is the embedding; during it, they are two parameters.
+        parameters = self._parameters & parameter_names(self.model)
         stale_parameters = parameters - update.loaded_parameters
         if stale_parameters:
             names = ", ".join(sorted(stale_parameters)[:5])
@@ -305,10 +309,15 @@ class Extension:
             "obstacle": self.weight_transfer_engine.obstacle,
             "needs_restart": self.weight_transfer_engine.is_broken,
             "start_id": START_ID,
-            "version": vllm.__version__,
+            "version": VERSION,
             "dtype": str(model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(model_config.logprobs_mode),
         }
+
+
+def parameter_names(model: torch.nn.Module) -> set[str]:
+    """Return the names of a model's parameters; of a shared parameter, the first name."""
+    return {name for name, _ in model.named_parameters()}
 
 
 def served_checkpoint(model_config: Any) -> ServedCheckpoint:
@@ -363,15 +372,16 @@ def receive_tensors(
 def join_group(info: GroupInfo, rank: int) -> dist.ProcessGroup:
     """Join the sender's process group, beside the groups of vLLM; blocks until all have joined."""
     timeout = timedelta(seconds=info.timeout_s)
-    store = dist.TCPStore(info.master_address, info.master_port, info.world_size, timeout=timeout)
+    store = TCPStore(info.master_address, info.master_port, info.world_size, timeout=timeout)
     group: Any
+    group_name: Any = info.group_name
     group, *_ = c10d._new_process_group_helper(
         info.world_size,
         rank,
         [],
         c10d.Backend(info.backend),
-        c10d.PrefixStore(info.group_name, store),
-        group_name=info.group_name,
+        c10d.PrefixStore(group_name, store),
+        group_name=group_name,
         timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {member: member for member in range(info.world_size)}
