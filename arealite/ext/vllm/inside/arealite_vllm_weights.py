@@ -241,6 +241,7 @@ class ModelWeights(WeightTransferEngine[GroupInfo, TensorsInfo]):
                 raise UpdateRefused(f"tensors did not arrive: {names}")
             self._check_parameters(update)
             finalize_layerwise_reload(self.model, self.model_config)
+            process_tied_layers(self.model)
         except Exception as error:
             self._give_up(str(error))
             raise
@@ -386,6 +387,22 @@ def join_group(info: GroupInfo, rank: int) -> dist.ProcessGroup:
     )
     c10d._world.pg_group_ranks[group] = {member: member for member in range(info.world_size)}
     return group
+
+
+def process_tied_layers(model: torch.nn.Module) -> None:
+    """Process the new values in each layer that shares a parameter with an earlier layer.
+
+    On a CPU, a tied head multiplies with a packed copy of the embedding. vLLM loads the embedding
+    only into its own layer, so the head would keep the copy of the earlier weights.
+    """
+    seen_parameters = set[int]()
+    for layer in model.modules():
+        parameters = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        is_tied = not seen_parameters.isdisjoint(parameters)
+        seen_parameters |= parameters
+        method = getattr(layer, "quant_method", None)
+        if is_tied and method is not None:
+            method.process_weights_after_loading(layer)
 
 
 def put_tensors_back(model: torch.nn.Module) -> None:
