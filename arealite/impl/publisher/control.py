@@ -84,6 +84,8 @@ class ServerControl(ABC):
     address: str
     pool: Pool
     protocol: ServerProtocol
+    unused: Collection[str] = ()
+    """Tensors of the model folder that the model does not use."""
     folder: str = ""
     """The folder of its model; "" if the name entry has none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -186,7 +188,7 @@ class ServerControl(ABC):
 
     # ------------------------------------------------------------ before the first update
 
-    async def connect(self, shapes: Shapes, unused: Collection[str] = ()) -> Capabilities:
+    async def connect(self, shapes: Shapes) -> Capabilities:
         """Continue the server, read its capabilities, and compare its model with `shapes`.
 
         A publisher that crashed may have left the server paused.
@@ -200,7 +202,7 @@ class ServerControl(ABC):
             served = ModelTensors(
                 shapes=await asyncio.to_thread(read_shapes, Path(self.folder)),  # {}: elsewhere
                 owner=f"{self.address}, which serves {self.folder}",
-                unused=unused,
+                unused=self.unused,
             )
             difference = served.difference(shapes)
             if difference:
