@@ -218,6 +218,30 @@ def test_unfinished_update_keeps_server_paused(server: InsideServer) -> None:
     assert_samples_from(server, server.folders[1], "3")
 
 
+def test_file_that_vanishes_after_the_check_keeps_server_paused(
+    server: InsideServer, tmp_path: Path
+) -> None:
+    folder = copy_of(server.folders[1], tmp_path / "parts")
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    first, second = folder / "a.safetensors", folder / "b.safetensors"
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:6]}, first)
+    save_file({name: tensors[name] for name in names[6:]}, second)
+    server.post_ok("/pause?mode=keep")
+    assert server.check(path=str(folder)) == ""
+    server.post_ok("/start_weight_update")
+    second.unlink()
+    assert server.post("/update_weights", update_info={"path": str(folder)})[0] == 500
+    assert server.obstacle.startswith("a weight update failed (No such file")
+    assert server.post("/resume")[0] == 409
+    assert "of the served model is missing" in server.check(path=str(folder))
+    assert server.post("/resume")[0] == 409
+    server.load(server.folders[0], "2")
+    server.post_ok("/resume")
+    assert_samples_from(server, server.folders[0], "2")
+
+
 # -------------------------------------------------------------------- versions and cache
 
 
@@ -367,14 +391,14 @@ def test_failed_update_keeps_server_paused_until_a_whole_update(server: InsideSe
         status, answer = server.post("/finish_weight_update", weight_version="2")
         assert status == 500
         assert "tensors did not arrive: " in answer["error"]["message"]
-    assert server.obstacle.startswith("a weight update failed (tensors did not arrive: ")
-    assert server.obstacle.endswith("; update all weights again")
-    status, answer = server.post("/resume")
-    assert (status, answer["error"]["message"]) == (409, server.obstacle)
-    assert server.get("/is_paused")[1] == {"is_paused": True}
-    assert server.get("/weight_info")[1] == {"weight_version": "default"}
-    server.load(server.folders[1], "3")
-    assert server.obstacle == ""
+        assert server.obstacle.startswith("a weight update failed (tensors did not arrive: ")
+        assert server.obstacle.endswith("; update all weights again")
+        status, answer = server.post("/resume")
+        assert (status, answer["error"]["message"]) == (409, server.obstacle)
+        assert server.get("/is_paused")[1] == {"is_paused": True}
+        assert server.get("/weight_info")[1] == {"weight_version": "default"}
+        server.load(server.folders[1], "3")
+        assert server.obstacle == ""
     server.post_ok("/resume")
     assert_samples_from(server, server.folders[1], "3")
 

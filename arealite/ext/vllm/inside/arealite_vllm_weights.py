@@ -22,7 +22,8 @@ The server must start from a local folder with safetensors. An update is a serie
 * INFO is {"path": FOLDER}, or {"names": […], "dtypes": […], "shapes": […]} and optionally
   "load_format": "flattened_bucket". Rank 0 of the group broadcasts the tensors in this order, or
   their bytes as one tensor. The group exists from /init_weight_transfer_engine {"init_info": …}
-  (fields: GroupInfo) to /shutdown_weight_transfer_engine.
+  (fields: GroupInfo) to /shutdown_weight_transfer_engine. After a /finish_weight_update that
+  failed, vLLM refuses to shut it down until the next check.
 * vLLM answers 500 to an update that fails. If the model was already changed, it then has weights
   of two versions. The server stays paused (/resume: 409) until a whole update has succeeded; such
   an update begins with a new check. The method arealite_state gives the reason as "obstacle".
@@ -239,9 +240,12 @@ class ModelWeights(WeightTransferEngine[GroupInfo, TensorsInfo]):
             if update.missing_names:
                 names = ", ".join(sorted(update.missing_names)[:5])
                 raise UpdateRefused(f"tensors did not arrive: {names}")
-            self._check_parameters(update)
+            is_quantized = self.model_config.quantization is not None
+            if not is_quantized:
+                self._check_parameters(update)
             finalize_layerwise_reload(self.model, self.model_config)
-            process_tied_layers(self.model)
+            if not is_quantized:
+                process_tied_layers(self.model)
         except Exception as error:
             self._give_up(str(error))
             raise
@@ -250,8 +254,6 @@ class ModelWeights(WeightTransferEngine[GroupInfo, TensorsInfo]):
 
     def _check_parameters(self, update: WeightUpdate) -> None:
         """Check that each parameter of vLLM's model has a new value, as vLLM does at its start."""
-        if self.model_config.quantization is not None:
-            return
         # Before the update, a tied head is the embedding; during it, they are two parameters.
         parameters = self._parameters & parameter_names(self.model)
         stale_parameters = parameters - update.loaded_parameters
