@@ -31,7 +31,10 @@ from arealite.system.names.name_registry import Entry, NameRegistry
 logger = log.get(__name__)
 
 ANSWER_S = 10.0
-"""Time limit for the description of a server; a loaded server may need seconds."""
+"""Time limit of a request; a loaded server may need seconds."""
+DESCRIBE_S = 60.0
+"""Time limit of a request for facts about a server: vLLM then first asks the machine for its own,
+which took 19 s on a loaded machine."""
 SILENT = (OSError, RoleError)
 
 
@@ -148,7 +151,7 @@ class ExternalServers:
             protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
             for path in protocol.describe_paths:
                 if path not in answers:
-                    answers[path] = _json_object(await self._get(url + path))
+                    answers[path] = _json_object(await self._get(url + path, DESCRIBE_S))
             description = protocol.describe(answers)
             if description is not None:
                 return {
