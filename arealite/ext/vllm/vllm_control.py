@@ -125,7 +125,7 @@ class VLLMControl(ServerControl):
         await self.request("/shutdown_weight_transfer_engine", {}, is_slow=True)
 
     async def mark_broken(self) -> bool:
-        """Label a server that has no complete weights, and end its requests; it stays paused.
+        """Set a label for a server without complete weights, and end its requests; it stays paused.
 
         A token that it sampled now could end its process. An update of all weights repairs most
         servers; the supervisor of a server restarts it if it has the label NEEDS_RESTART.

@@ -142,7 +142,7 @@ class ServerControl(ABC):
 
     @abstractmethod
     async def begin(self, shapes: Shapes) -> None:
-        """Announce weights in several parts, and mark the server as broken.
+        """Begin to send weights in several parts, and mark the server as broken.
 
         Args:
             shapes: Shapes of all tensors that will be sent.
@@ -255,7 +255,7 @@ class ServerControl(ABC):
             self.is_paused = False
 
     async def mark_broken(self) -> bool:
-        """Label a broken server `UNTRUSTED`; return whether it may be continued then."""
+        """Set the label `UNTRUSTED` of a broken server; return whether it may be continued."""
         if not self.can.relabel:
             return False
         await self.relabel(UNTRUSTED, abort=True)
