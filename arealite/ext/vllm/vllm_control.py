@@ -73,7 +73,7 @@ class VLLMControl(ServerControl):
         await self.request_ok("/resume", {})
 
     async def begin(self, shapes: Shapes) -> None:
-        """Let the server check names and shapes; a refused update leaves its weights as they are.
+        """Check names and shapes at the server; a refused update leaves its weights as they are.
 
         Raises:
             ServerRefusal: The tensors are not those of the server's model.
@@ -83,7 +83,7 @@ class VLLMControl(ServerControl):
         await self.request_ok("/start_weight_update", {}, is_slow=True)
 
     async def end(self) -> None:
-        """Do nothing: the last tensors have ended the update."""
+        """Return at once: the last tensors have ended the update."""
 
     async def load_folder(self, folder: Path, version: int) -> None:
         if self.has_our_modules:
@@ -149,7 +149,7 @@ class VLLMControl(ServerControl):
     # ------------------------------------------------------------ internals
 
     async def _check_weights(self, weights: Mapping[str, object]) -> None:
-        """Let each worker compare tensors with its model.
+        """Compare tensors with the model of each worker.
 
         Raises:
             ServerRefusal: They differ. The server still has its earlier weights.
