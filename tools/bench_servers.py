@@ -124,7 +124,7 @@ async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
 async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) -> None:
     """Compare pause → continue of a publish with the server's own time for the same update.
 
-    Both under the same traffic, in turns: a server ends its running step first, which is most of the
+    Both under the same traffic, in turns: a server ends its running step first, most of the
     time of a large model on a CPU. `idle` is the same call on a server without requests.
     """
     url, stalls, own, idle = f"http://127.0.0.1:{port}", list[float](), list[float](), list[float]()
