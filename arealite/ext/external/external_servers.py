@@ -147,7 +147,7 @@ class ExternalServers:
         """
         url = f"http://{address}"
         answers: dict[str, Json] = {}
-        for name in entries.own("server_protocol") | entries.installed("server_protocol"):
+        for name in [*entries.own("server_protocol"), *entries.installed("server_protocol")]:
             entry: dict[str, Any] = {"address": url, "type": "external", "protocol": name}
             protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
             for path in protocol.describe_paths:

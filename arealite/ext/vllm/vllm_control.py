@@ -15,7 +15,8 @@ import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import Shapes
+from arealite.base.model_folder import Shapes, read_json
+from arealite.ext.vllm.vllm_protocol import INFO_PATH, NEEDS_RESTART
 from arealite.impl.publisher.control import (
     Capabilities,
     ServerControl,
@@ -23,8 +24,6 @@ from arealite.impl.publisher.control import (
     WeightGroup,
 )
 
-NEEDS_RESTART = "-2"
-"""Version of a server that only a restart can repair."""
 PAUSES = {
     "abort": "/pause?mode=abort",
     "retract": "/pause?mode=keep",
@@ -53,6 +52,8 @@ class VLLMControl(ServerControl):
         with suppress(ServerRefusal):
             await self._call("arealite_state", {})
             self.has_our_modules = True
+        if not self.has_our_modules:
+            await self._check_reload()
         return Capabilities(
             version=f"vllm-{version}",
             pause_modes=frozenset(PAUSES),
@@ -70,6 +71,15 @@ class VLLMControl(ServerControl):
         self.flush = mode != "in_place"
 
     async def send_continue(self) -> None:
+        """Continue the server, unless a failed update has destroyed its model.
+
+        Raises:
+            RoleError: The server must be restarted; a token would end its process.
+        """
+        if await self.version() == NEEDS_RESTART:
+            raise RoleError(
+                f"a failed update has destroyed the model of {self.address}; restart it"
+            )
         await self.request_ok("/resume", {})
 
     async def begin(self, shapes: Shapes) -> None:
@@ -127,17 +137,18 @@ class VLLMControl(ServerControl):
     async def mark_broken(self) -> bool:
         """Set a label for a server without complete weights, and end its requests; it stays paused.
 
-        A token that it sampled now could end its process. An update of all weights repairs most
-        servers; the supervisor of a server restarts it if it has the label NEEDS_RESTART.
+        A token that it sampled now could end its process. An update of all weights repairs a server
+        with our modules, in most cases. The supervisor of a server restarts it if it has the label
+        NEEDS_RESTART; somebody else must restart an external server.
         """
-        label = UNTRUSTED
+        label = NEEDS_RESTART
         if self.has_our_modules:
             states = await self._call("arealite_state", {})
             if not any(state["obstacle"] for state in states):
                 self.broken = False
                 return True
-            if any(state["needs_restart"] for state in states):
-                label = NEEDS_RESTART
+            if not any(state["needs_restart"] for state in states):
+                label = UNTRUSTED
         await self.relabel(label, abort=True)
         await self.request_ok("/abort_requests", {})
         return False
@@ -147,6 +158,21 @@ class VLLMControl(ServerControl):
         return msgspec.json.decode(answer)["is_paused"]
 
     # ------------------------------------------------------------ internals
+
+    async def _check_reload(self) -> None:
+        """Check that vLLM's own reload is right: on a CPU, a tied head would keep old weights.
+
+        Raises:
+            RoleError: It is not.
+        """
+        info = msgspec.json.decode(await self.request_ok(INFO_PATH, is_slow=True))
+        is_on_cpu = info["vllm_config"]["device_config"]["device"] == "cpu"
+        if is_on_cpu and read_json(self.folder).get("tie_word_embeddings", True):
+            raise RoleError(
+                f"{self.address} is vLLM on a CPU, whose reload leaves the old weights in a head "
+                "that is tied to the embedding; start it with llm_server.type=vllm, or with the "
+                "modules of arealite/ext/vllm/inside (docs/servers.md)"
+            )
 
     async def _check_weights(self, weights: Mapping[str, object]) -> None:
         """Compare tensors with the model of each worker.

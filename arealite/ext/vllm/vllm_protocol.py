@@ -26,6 +26,8 @@ from arealite.base.errors import UserError
 OLDEST_VERSION = (0, 32)
 STREAM_INTERVAL = 8
 """Tokens per event of a stream after the first one."""
+NEEDS_RESTART = "-2"
+"""Version of a server that only a restart can repair."""
 NO_LOGPROB = -9999.0
 """What vLLM sends for a token without a log-probability, and for NaN."""
 ID_PREFIX = "generate-tokens-"
@@ -163,6 +165,9 @@ class VLLMProtocol(ServerProtocol):
         if "weight_version" not in answers["/weight_info"] or not config:
             raise UserError(f"it is vLLM without the routes for weights. {START_FLAGS}")
         model_config: Json = config.get("model_config") or {}
+        version = answers["/weight_info"]["weight_version"]
+        if version == NEEDS_RESTART:
+            raise UserError("it is vLLM whose model a failed update has destroyed. Restart it.")
         logprobs_mode = model_config.get("logprobs_mode")
         if logprobs_mode != "processed_logprobs":
             raise UserError(
@@ -171,7 +176,7 @@ class VLLMProtocol(ServerProtocol):
             )
         return ServerDescription(
             model_path=str(model.get("root") or ""),
-            version=answers["/weight_info"]["weight_version"],
+            version=version,
             context_length=model.get("max_model_len"),
             start_id=config.get("instance_id"),
             dtype=str(model_config.get("dtype")).removeprefix("torch."),
