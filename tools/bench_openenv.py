@@ -28,8 +28,7 @@ import aiohttp
 import uvloop
 
 from arealite.api.agent import Agent
-from arealite.api.env import StepEnv, StepResult, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, StepEnv, StepResult, envs
 from arealite.api.episode import Action, Seat
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.task import Task

@@ -18,8 +18,7 @@ from arealite.api.findings import Finding
 from arealite.api.llm import LLMRequest
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
-from arealite.api.task import Task
-from arealite.api.task_sampler import TaskSampler
+from arealite.api.task import Task, TaskSampler
 from arealite.api.tokenizer import Tokenizer
 from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.fields import Package
 from arealite.api.hooks import RunPackages

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from arealite.api.env import Env, envs
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.fields import PublisherOptions
 from arealite.api.hooks import ModelCheck, ModuleCheck, RunCheck, RunFacts, ServerFinder
 from arealite.api.llm_server import servers
 from arealite.api.offline import offline_run
-from arealite.api.part_options import PublisherOptions
 from arealite.api.publisher import publishers
 from arealite.api.trainer import trainers
 from arealite.base import entries, model_folder

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from arealite.api.agent import AgentConfig, agents
+from arealite.api.agent import agents
+from arealite.api.algorithm import advantages, objectives
+from arealite.api.collector_config import AgentConfig
 from arealite.api.engine import engines
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
-from arealite.api.formulas import advantages, objectives
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.llm_server import servers

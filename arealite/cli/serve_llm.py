@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from arealite.api.experiment_config import ServerConfig, name_dir, run_paths
+from arealite.api.fields import ServerOptions
 from arealite.api.hooks import DefaultModel
 from arealite.api.llm_server import servers
-from arealite.api.part_options import ServerOptions
 from arealite.base import config_tree, entries, log, outputs
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_address

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import RunFacts
 from arealite.api.runtime import RuntimeConfig, runtimes

@@ -11,8 +11,7 @@ import pytest
 from msgspec import structs
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
 from arealite.api.trajectory import TrajectoryHeader

@@ -9,8 +9,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 
-from arealite.api.datapipe_config import CurriculumConfig
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.experiment_config import CurriculumConfig, ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.curriculum.task_weights import learnability, success_rate

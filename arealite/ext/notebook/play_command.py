@@ -15,9 +15,8 @@ from itertools import chain, islice
 from typing import Any, cast
 
 from arealite.api.agent import Agent, AgentFactory, agents
-from arealite.api.agent_config import AgentConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.episode import Action, Seat
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.observation import Observation, observe

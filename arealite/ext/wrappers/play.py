@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, Request, ToolCall
 from arealite.api.reward import rewards

@@ -1,7 +1,6 @@
 """Create environments where `runtime.type` places them."""
 
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.runtime import runtimes
 from arealite.api.trial import TrialConfig
 

@@ -11,10 +11,9 @@ from itertools import cycle, islice, product
 from msgspec import structs
 
 from arealite.api.collector_config import PartConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.part_options import EnvOptions
+from arealite.api.fields import EnvOptions
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError

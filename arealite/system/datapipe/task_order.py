@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import TaskSamplerMaker
-from arealite.api.task import Task
-from arealite.api.task_sampler import TaskSampler
+from arealite.api.task import Task, TaskSampler
 from arealite.base import entries
 from arealite.system.data.dataset import permutation
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from arealite.api.datapipe_config import CurriculumConfig, DatapipeConfig
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.experiment_config import CurriculumConfig, DatapipeConfig, ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.curriculum.curriculum import Curriculum

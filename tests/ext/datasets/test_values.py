@@ -23,8 +23,7 @@ import pytest
 import torch
 from pyarrow import parquet as parquet_files
 
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.notebook.objects import data_path

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task

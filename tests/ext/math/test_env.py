@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from arealite.api.agent import AgentConfig, AgentFactory
-from arealite.api.env_config import EnvConfig
+from arealite.api.agent import AgentFactory
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig
 from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout

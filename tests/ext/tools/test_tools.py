@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, AgentFactory
-from arealite.api.env_config import EnvConfig
+from arealite.api.agent import Agent, AgentFactory
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import Reward, RewardConfig, rewards

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.api.publisher import DiskPublisherConfig, PublisherConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher.local import clear_leftovers

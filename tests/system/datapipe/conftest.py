@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.task import Task
-from arealite.api.task_sampler import TaskSampler
+from arealite.api.task import Task, TaskSampler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger import group as open_group
