@@ -1,9 +1,14 @@
-"""Writes files that appear whole, with the mode that the umask gives."""
+"""Files: written so that they appear whole, their ages, and the data files of the package."""
 
 import os
+import tempfile
+import time
+import tomllib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -34,3 +39,22 @@ def follow_umask(files: Iterable[Path]) -> None:
         example.touch()
         file.chmod(example.stat().st_mode)
         example.unlink()
+
+
+@cache
+def read_toml(module: str, name: str) -> dict[str, Any]:
+    """Return the data of a TOML file beside a module, which passes its `__file__`."""
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
+def folder_time(folder: Path) -> float:
+    """Return the `st_mtime` that a file written in `folder` now gets.
+
+    If the folder is not writable, this is the host's time.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.utime(file.fileno())  # by the file server's clock; works on a full disk
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from arealite import __version__
 from arealite.base import entries, exit_record, outputs
-from arealite.base.data import read_toml
 from arealite.base.errors import ArealiteError, UserError, first_of
+from arealite.base.files import read_toml
 from arealite.base.printable import guard_output
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import unknown

@@ -17,8 +17,7 @@ from arealite.base import entries, log, outputs
 from arealite.base.signals import STOP
 from arealite.base.trial_files import RunPaths
 from arealite.cli import resolved
-from arealite.impl.launcher.processes import die_with_parent
-from arealite.impl.launcher.role_starter import starters
+from arealite.impl.launcher.processes import die_with_parent, starters
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
 from arealite.system.names.name_registry import NameRegistry

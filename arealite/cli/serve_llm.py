@@ -19,8 +19,8 @@ from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import read_model
 from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs, resolved
-from arealite.impl.launcher import role_starter
 from arealite.impl.launcher.processes import IS_KEPT, die_with_parent
+from arealite.impl.launcher.processes import starters as role_starters
 from arealite.system.health import vitals
 from arealite.system.names.name_registry import NameRegistry
 
@@ -42,7 +42,7 @@ def with_default_model(config: ServerConfig) -> ServerConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal."""
-    starters = role_starter.starters()
+    starters = role_starters()
     if IS_KEPT not in os.environ:
         starters.begin()  # before this process has a thread or a module of the user
     config = configs.parse(

@@ -13,7 +13,7 @@ from arealite.api.launcher import launchers
 from arealite.base import entries, outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
-from arealite.impl.launcher.role_starter import starters
+from arealite.impl.launcher.processes import starters
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
 

@@ -57,7 +57,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     ]
     config = configs.load(ExperimentConfig, config_file, whole_model, is_saved=True)
     from arealite.api.trainer import trainers
-    from arealite.impl.trainer.components import make_engine
+    from arealite.impl.trainer.base import make_engine
     from arealite.impl.trainer.rank_group import World
 
     options = config.trainer.selected_options

@@ -22,7 +22,7 @@ from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import read_model
 from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight, resolved
-from arealite.cli.packages import check_sampling_packages
+from arealite.cli.preflight import check_sampling_packages
 from arealite.cli.role import with_externals
 from arealite.ext.evaluation.config import SamplingRunConfig
 from arealite.ext.evaluation.own_servers import own_servers

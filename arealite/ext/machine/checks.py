@@ -25,7 +25,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.model_folder import read_model
 from arealite.base.trial_files import TMPFS
 from arealite.cli import configs
-from arealite.cli.presets import CONFIG_DIR
+from arealite.cli.options import CONFIG_DIR
 from arealite.ext.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.ext.machine import estimates
 from arealite.ext.machine.bench import SEED, Bench

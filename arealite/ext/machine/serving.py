@@ -15,7 +15,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig, clients
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.cli import configs
-from arealite.cli.presets import CONFIG_DIR
+from arealite.cli.options import CONFIG_DIR
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.machine.bench import Bench
 from arealite.ext.machine.checks import BOUNDS, make_engine, train

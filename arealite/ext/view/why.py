@@ -14,7 +14,7 @@ from arealite.cli.line_wrap import fold
 from arealite.cli.options import run_parser
 from arealite.ext.diagnosis.diagnosis import examine
 from arealite.ext.diagnosis.explain import explain
-from arealite.system.health.role_status import read_roles
+from arealite.system.health.vitals import read_roles
 
 
 def main(argv: Sequence[str]) -> int:

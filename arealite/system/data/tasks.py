@@ -17,8 +17,7 @@ from arealite.api.fields import EnvOptions
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
-from arealite.system.data.sources import plain_row
+from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, plain_row, read_tasks
 
 FIRST_ROWS = 1000
 """Number of rows at the beginning of a file that are checked before a run starts."""

@@ -26,7 +26,7 @@ from arealite.api.trainer_messages import BatchRequest
 from arealite.base import entries, log
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.system.data.dataset import identity
+from arealite.system.data.dataset import identity, make_sampler
 from arealite.system.datapipe.effects import (
     AfterCommit,
     AuditLedger,
@@ -39,12 +39,10 @@ from arealite.system.datapipe.effects import (
 )
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.ledger_upkeep import Upkeep
 from arealite.system.datapipe.machine import Machine
-from arealite.system.datapipe.task_order import make_sampler
 from arealite.system.datapipe.workers import ActiveLease, Worker, Workers
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
-from arealite.system.ledger.writer import LedgerWriter
+from arealite.system.ledger.writer import LedgerWriter, Upkeep
 from arealite.system.links import wire
 from arealite.system.names.name_registry import NameRegistry
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, cast
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig, name_dir
 from arealite.base import log
 from arealite.base.errors import UserError
+from arealite.base.files import folder_time
 from arealite.base.folder_checks import check_folder
-from arealite.system.clocks import folder_time
 from arealite.system.health.waits import Wait
 from arealite.system.names.trial_secret import Secret, create_secret, read_secret
 

@@ -11,7 +11,7 @@ from arealite.base import entries
 from arealite.base.errors import UserError
 from arealite.cli import role, serve_llm, train
 from arealite.ext.view.terminal import Terminal
-from arealite.impl.launcher.role_starter import NewProcesses, starters
+from arealite.impl.launcher.processes import NewProcesses, starters
 from tests.impl.launcher.test_local import ScriptedLauncher, launched, trains
 
 
