@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from arealite.api.agent import Agent
 from arealite.api.fields import Constraints, named, sub, with_options_of
-from arealite.api.runtime import RuntimeConfig
+from arealite.api.runtime import RuntimeConfig, runtimes
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
@@ -165,3 +165,22 @@ class EnvConfig:
                 f"type={self.type}. Use runtime.type=in_process."
             ),
         )
+
+
+def make_env(
+    args: TrialConfig,
+    config: EnvConfig,
+) -> Env:
+    """Create an environment where `config.runtime` places it.
+
+    Call its `setup` before the first episode.
+
+    Args:
+        args: The run's config.
+        config: The environment's type, options and runtime.
+
+    Raises:
+        UserError: The runtime is unknown, or an option of it is missing.
+    """
+    make = runtimes.get(config.runtime.type)
+    return make(args, config)

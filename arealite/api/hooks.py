@@ -5,6 +5,7 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -251,6 +252,44 @@ class LedgerAudit(Protocol):
         ...
 
 
+class OpenGroups(Protocol):
+    """The groups of a datapipe, as its controls see them."""
+
+    next_step: int
+    """Number of the next batch to compose, from 0."""
+    counts: Counter[str]
+    """Number of groups by state."""
+
+
+class WorkerLoad(Protocol):
+    """A rollout worker, as the controls of a datapipe see it."""
+
+    worker_id: str
+    route: bytes | None
+    """None until its first message."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of episodes that the worker runs."""
+        ...
+
+
+class WorkerLimits(Protocol):
+    """The rollout workers of a datapipe, as its controls see them."""
+
+    extra_metrics: Callable[[], dict[str, float]]
+    """Further metrics of the workers."""
+
+    @property
+    def by_id(self) -> Mapping[str, WorkerLoad]:
+        """The workers that are alive."""
+        ...
+
+    def set_limit(self, limit: int, *, leaving: str = "") -> None:
+        """Limit the number of episodes of each worker; the worker `leaving` gets no more."""
+        ...
+
+
 class DatapipeControl(Protocol):
     """Adapts a running datapipe. Its methods run in the datapipe's event loop."""
 
@@ -267,11 +306,13 @@ class DatapipeControl(Protocol):
         ...
 
 
-DatapipeControlMaker = Callable[[Any], DatapipeControl | None]
+DatapipeControlMaker = Callable[
+    ["ExperimentConfig", Any, OpenGroups, WorkerLimits], DatapipeControl | None
+]
 """Hook `datapipe_control`: return what adapts a datapipe, or None.
 
-A datapipe with a name registry calls it with itself (`Datapipe`) while it is created, before it has
-a worker. An error ends the datapipe."""
+A datapipe calls it while it is created, before it has a worker, with the config, the name registry
+(`NameRegistry`), its groups and its workers. An error ends the datapipe."""
 
 
 RoleMain = Callable[["ExperimentConfig", int], None]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from arealite.base import config_tree
 from arealite.base.errors import UserError
+from arealite.base.printable import fold
 from arealite.base.registry import unknown
-from arealite.cli.line_wrap import fold
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""

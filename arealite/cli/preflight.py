@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, EnvConfig, envs, make_env
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.fields import Package, PublisherOptions
 from arealite.api.hooks import (
@@ -31,10 +31,9 @@ from arealite.base.config_tree import check_constraints
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.extras import check_installed
 from arealite.base.folder_checks import check_address, check_folder
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.cli.resume import check_resume
-from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.dataset import identity, make_sampler
 from arealite.system.data.tasks import (

@@ -9,10 +9,9 @@ from pathlib import Path
 from arealite.api.engine import Training
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.base.trial_files import RunPaths
+from arealite.base.trial_files import RunPaths, step_of
 from arealite.cli import configs
 from arealite.cli.options import run_parser
-from arealite.cli.resume import step_of
 from arealite.impl.engine import checkpoint
 
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from arealite.cli.line_wrap import fold
+from arealite.base.printable import fold
 from arealite.cli.options import find_config, preset_names
 
 

@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 from arealite.api.engine import Training
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.ext.embedded.embedded_server import EmbeddedServer
 from arealite.ext.self_check.check import SKIPPED, SelfCheck
 from arealite.ext.self_check.template import check_template

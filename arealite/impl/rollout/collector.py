@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector_config import PartConfig
-from arealite.api.env import Env
+from arealite.api.env import Env, make_env
 from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient
@@ -35,7 +35,6 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
-from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.resumed_turns import recorded_turns, unsent_turns
 from arealite.impl.rollout.tree_maker import make_tree
 from arealite.system.health.waits import Wait, is_cancelled

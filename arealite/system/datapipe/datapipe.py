@@ -99,15 +99,16 @@ class Datapipe:
             workers=Workers(ttl_s=config.datapipe.lease_ttl_s),
             vocab_size=vocab_size(read_json(config.model.path)) or MAX_VOCAB_SIZE,
         )
-        self.controls = self._make_controls() if self.registry is not None else []
+        self.controls = self._make_controls(self.registry) if self.registry is not None else []
         self._refusals = 0
         """Connections refused because of another secret."""
         self._done = asyncio.Event()
 
-    def _make_controls(self) -> list[DatapipeControl]:
+    def _make_controls(self, registry: NameRegistry) -> list[DatapipeControl]:
         """Return what adapts this datapipe while it runs, such as the number of workers."""
         makers: list[DatapipeControlMaker] = entries.hooks("datapipe_control")
-        return entries.results(makers, self)
+        machine = self.machine
+        return entries.results(makers, self.config, registry, machine.store, machine.workers)
 
     # ------------------------------------------------------------ lifecycle
 

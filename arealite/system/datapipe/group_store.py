@@ -15,11 +15,8 @@ from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, Tur
 from arealite.api.task import Task, TaskSampler
 from arealite.api.trainer import PPOConfig
 from arealite.system.datapipe.filtered import STALE, FilterStreak
-from arealite.system.ledger.group import LOST, Group, can_recompose
+from arealite.system.ledger.group import FAILURE_WINDOW, LOST, Group, can_recompose
 from arealite.system.ledger.ledger import Ledger, meta_number
-
-FAILURE_WINDOW = 256
-"""Number of recent episodes in the share of failures."""
 
 
 class GroupStore:

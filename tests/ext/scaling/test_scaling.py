@@ -45,7 +45,7 @@ class Site:
         self.workers = Workers(ttl_s=100.0)
         registry = NameRegistry(root=root / "names")
         self.scaling = Scaling(
-            config=config, registry=registry, store=self.store, workers=self.workers
+            config=config, registry=registry, groups=self.store, workers=self.workers
         )
 
     def hear(self, *indices: int) -> None:

@@ -14,9 +14,9 @@ from arealite.api.llm_server import ExternalServersConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.ext.commands.trial_key import rotate_secret
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import (
+from arealite.system.names.name_registry import (
     FILE,
+    NameRegistry,
     Secret,
     create_secret,
     read_secret,
