@@ -8,7 +8,8 @@ the process that fills the message.
 import os
 import re
 import sysconfig
-from traceback import extract_tb
+from traceback import FrameSummary, extract_tb
+from typing import cast
 
 import msgspec
 
@@ -156,7 +157,9 @@ def make_failure(error: BaseException) -> Failure:
     Its detail ends with file and line if the exception is not an EpisodeError.
     """
     detail = f"{type(error).__name__}: {error}"[:MAX_DETAIL]
-    frames = [] if isinstance(error, EpisodeError) else extract_tb(error.__traceback__)
+    frames = list[FrameSummary]()
+    if not isinstance(error, EpisodeError):
+        frames += extract_tb(error.__traceback__)
     if frames:
         user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
         last_frame = (user_frames or frames)[-1]
@@ -168,7 +171,8 @@ def root_error(error: BaseException) -> BaseException:
     """Return the error inside an exception group: a fatal one if any, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    roots = [root_error(inner) for inner in error.exceptions]
+    group = cast(BaseExceptionGroup[BaseException], error)
+    roots = [root_error(inner) for inner in group.exceptions]
     for root in roots:
         if isinstance(root, FATAL):
             return root
