@@ -11,6 +11,11 @@ from arealite.api.engine_extension import Plan
 from arealite.api.trainer_messages import Batch, BatchRequest
 from arealite.api.trajectory import TrajectoryHeader
 
+MICRO_BATCH_OVERHEAD = 24
+"""Fixed cost of a micro-batch, in tokens. More padding than this starts a new micro-batch. Measured
+on a CPU (tools/bench_train.py): 400 for a model of 0.1 million parameters, 90 for 0.8 million, and
+less for larger models. 24 keeps padding below 5 % for 512 rows."""
+
 
 def deal_groups(
     group_ids: Sequence[str],
@@ -158,12 +163,6 @@ def batch_for_rank(
         mine=[index for index, rank in enumerate(ranks) if rank == request.rank],
         waits=waits,
     )
-
-
-MICRO_BATCH_OVERHEAD = 24
-"""Fixed cost of a micro-batch, in tokens. More padding than this starts a new micro-batch. Measured
-on a CPU (tools/bench_train.py): 400 for a model of 0.1 million parameters, 90 for 0.8 million, and
-less for larger models. 24 keeps padding below 5 % for 512 rows."""
 
 
 def padded(

@@ -11,6 +11,9 @@ from arealite.api.observation import ToolCall
 from arealite.api.turns import NOTHING, Origin, StoredTurn, Turn, arrays, blake2b, pack
 from arealite.base.errors import RewardNotFinite
 
+RECENT = 32
+"""Number of turns of a seat whose prompts are kept in memory as JSON."""
+
 ROOT = Turn(response=NOTHING, temperature=0.0, state=blake2b())
 """The root of all trees: the empty prompt."""
 encode = msgspec.json.Encoder().encode
@@ -70,10 +73,6 @@ def _find_parent(
             if turn.end >= longest.end:
                 longest = turn
     return longest
-
-
-RECENT = 32
-"""Number of turns of a seat whose prompts are kept in memory as JSON."""
 
 
 class Action(msgspec.Struct, frozen=True):

@@ -139,6 +139,8 @@ FromWorker = WorkerState | Result | Progress
 ToWorker = Lease | Ack | Drain
 
 
+# ---------------------------------------------------------------- failures
+
 MAX_DETAIL = 500
 """Characters of an error that a Failure keeps."""
 PLACE = re.compile(r"\([^()]+:\d+\)\Z")

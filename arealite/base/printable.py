@@ -14,6 +14,13 @@ from typing import Any, TextIO
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 without tab and newline, DEL, C1, separators, bidirectional controls and lone surrogates."""
+ROOM = 24
+"""Least width at which the last column is wrapped below itself."""
+INDENT = 4
+"""Indent of the wrapped lines of a last column that is narrower than ROOM."""
+GAP = re.compile(r"^\s+|(?<![\s.!?:])\s{2,}")
+COMMAND = re.compile(r"=\S+ [\w.]+=")
+"""Matches a row with a shell command. It is not wrapped, so that it can be copied and run."""
 
 
 def printable(output: str) -> str:
@@ -49,15 +56,6 @@ def guard_output() -> None:
 def unguarded(stream: Any) -> Any:
     """Return the stream without the filter, for the program's own terminal codes."""
     return stream.stream if isinstance(stream, PrintableStream) else stream
-
-
-ROOM = 24
-"""Least width at which the last column is wrapped below itself."""
-INDENT = 4
-"""Indent of the wrapped lines of a last column that is narrower than ROOM."""
-GAP = re.compile(r"^\s+|(?<![\s.!?:])\s{2,}")
-COMMAND = re.compile(r"=\S+ [\w.]+=")
-"""Matches a row with a shell command. It is not wrapped, so that it can be copied and run."""
 
 
 def fold(rows: str, stream: TextIO | None = None) -> str:

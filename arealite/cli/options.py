@@ -13,6 +13,9 @@ from arealite.base.errors import UserError
 from arealite.base.printable import fold
 from arealite.base.registry import unknown
 
+SHORT = {"model": "model.path", "dataset": "dataset.train"}
+"""Keys of words that other programs use as flags."""
+
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""
 
@@ -44,10 +47,6 @@ def find_config(name: str) -> Path:
         f"{unknown('preset', name, preset_names())} `arealite presets` describes them. "
         "A file of your own ends with .yaml."
     )
-
-
-SHORT = {"model": "model.path", "dataset": "dataset.train"}
-"""Keys of words that other programs use as flags."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from arealite.impl.trainer.rank_group import World
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.name_registry import NameRegistry
 
+logger = log.get(__name__)
+
 
 @dataclass(kw_only=True)
 class Components:
@@ -167,7 +169,6 @@ def make_engine(
     )
 
 
-logger = log.get(__name__)
 ByFolder = Mapping[str, TrainEngine]
 """Engines by the folder of a checkpoint that has their state."""
 

@@ -29,6 +29,11 @@ from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 from arealite.system.data.forms import TASK, Columns, check_prompt, no_prompt, renamed
 
+EMPTY: Columns = MappingProxyType({})
+"""No `dataset.columns`."""
+PlacedTask = tuple[str, Task]
+"""A row's place, for errors, and its task."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -188,13 +193,6 @@ def _is_plain(node: object) -> bool:
     if kind is int:
         return SMALLEST <= cast(int, node) <= LARGEST
     return kind in PLAIN
-
-
-_encode = msgspec.msgpack.Encoder().encode
-EMPTY: Columns = MappingProxyType({})
-"""No `dataset.columns`."""
-PlacedTask = tuple[str, Task]
-"""A row's place, for errors, and its task."""
 
 
 def load_tasks(

@@ -39,6 +39,8 @@ TICK_S = 0.1
 """Seconds between two timer callbacks in a watched event loop."""
 BLOCKED_S = 1.0
 """An event loop that runs no callback for this long is reported as blocked."""
+FORGET_DEAD_S = 60.0
+"""A role that died this long ago is reported only if another role waits for it."""
 MAX_GROUPS = 30
 STACK_FRAMES = 12
 STACKS_REQUEST = "ask"
@@ -358,10 +360,6 @@ def _kind_word(name: str) -> str:
 def frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread."""
     return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-
-
-FORGET_DEAD_S = 60.0
-"""A role that died this long ago is reported only if another role waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,11 @@ from arealite.base.files import folder_time
 from arealite.base.folder_checks import check_folder
 from arealite.system.health.waits import Wait
 
+logger = log.get(__name__)
+
+POLL_S = 0.1
+"""Seconds between two polls of `wait`; no file event works on every file system."""
+
 SECRET_FILE = "secret"
 SECRET_BYTES = 32
 
@@ -107,12 +112,6 @@ def put_secret(folder: Path, put: Callable[[str, Path], None]) -> Secret:
     secret = read_secret(folder)
     assert secret is not None
     return secret
-
-
-logger = log.get(__name__)
-
-POLL_S = 0.1
-"""Seconds between two polls of `wait`; no file event works on every file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
