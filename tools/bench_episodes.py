@@ -27,8 +27,11 @@ if __name__ == "__main__":
 
 from arealite.api.agent import Agent  # noqa: E402
 from arealite.api.collector_config import CollectorConfig  # noqa: E402
-from arealite.api.env import Env, envs  # noqa: E402
-from arealite.api.env_config import EnvConfig  # noqa: E402
+from arealite.api.env import (  # noqa: E402
+    Env,
+    EnvConfig,
+    envs,
+)
 from arealite.api.experiment_config import ExperimentConfig  # noqa: E402
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse, SamplingConfig  # noqa: E402
 from arealite.api.rollout_messages import Lease  # noqa: E402

@@ -32,7 +32,7 @@ import msgspec  # noqa: E402
 import uvloop  # noqa: E402
 
 from arealite.api.agent import Agent, AgentFactory  # noqa: E402
-from arealite.api.agent_config import AgentConfig  # noqa: E402
+from arealite.api.collector_config import AgentConfig  # noqa: E402
 from arealite.api.episode import Action, Seat  # noqa: E402
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig  # noqa: E402
 from arealite.api.llm import LLMClient, LLMClientConfig, SamplingConfig  # noqa: E402

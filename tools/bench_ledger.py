@@ -28,9 +28,8 @@ from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.ext.audit.audit import audit
 from arealite.ext.view import report_rows, report_run
-from arealite.system.data.dataset import identity
+from arealite.system.data.dataset import Permutation, identity
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
 from tests.payloads import encode_segments

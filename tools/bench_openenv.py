@@ -28,13 +28,11 @@ import aiohttp
 import uvloop
 
 from arealite.api.agent import Agent
-from arealite.api.env import StepEnv, StepResult, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, StepEnv, StepResult, envs, make_env
 from arealite.api.episode import Action, Seat
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.task import Task
 from arealite.base import log
-from arealite.impl.env.runtimes import make_env
 from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,8 +31,7 @@ import uvloop
 
 from arealite.api.agent import Agent
 from arealite.api.collector_config import CollectorConfig
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease

@@ -30,8 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.algo.logprobs import OutputHead, token_logprobs
-from arealite.algo.packing import padded
-from arealite.algo.partition import balance
+from arealite.algo.partition import balance, padded
 from arealite.api.engine import LossInput
 from arealite.api.engine_config import FSDPConfig
 from arealite.ext.prefix_trees.packed_plan import packed

@@ -31,7 +31,7 @@ WEB_LINES = 1250
 """Lines of JavaScript, CSS and HTML that are not blank."""
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
-TOTAL_TOKENS = 375_200
+TOTAL_TOKENS = 384_200
 CORE_TOKENS = 125_000
 """Tokens outside arealite/ext. The goal is 125,000; it is not reached."""
 TOKENS_PER_LINE = 8.5

@@ -23,11 +23,10 @@ import msgspec
 from safetensors.torch import load_file
 
 from arealite.api.collector_config import CollectorConfig
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.llm import SamplingConfig
-from arealite.api.publisher import PublishReport, publishers
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.publisher import PublisherConfig, PublishReport, publishers
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig

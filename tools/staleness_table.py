@@ -25,8 +25,8 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 
 MEDIAN_TOKENS, SIGMA = 600, 1.0

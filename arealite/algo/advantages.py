@@ -6,8 +6,7 @@ Groups are identified by key, so a missing or reordered sample never mixes two p
 import math
 from collections.abc import Hashable, Sequence
 
-from arealite.api.algorithm import AdvantageConfig
-from arealite.api.formulas import GroupAdvantage
+from arealite.api.algorithm import AdvantageConfig, GroupAdvantage
 
 
 def group_advantages(

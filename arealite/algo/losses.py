@@ -5,9 +5,8 @@ Shapes: N = loss tokens of a micro-batch.
 
 import torch
 
-from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
+from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig, objectives
 from arealite.api.engine import LossFn, LossInput
-from arealite.api.formulas import objectives
 from arealite.base.errors import UserError
 
 LossStats = dict[str, torch.Tensor]

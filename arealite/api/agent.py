@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from arealite.api.agent_config import AgentConfig
 from arealite.api.episode import Action, EpisodeRecord, Seat, finite
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
 from arealite.api.tokenizer import Tokenizer, load_with_transformers
@@ -18,6 +17,7 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
+    from arealite.api.collector_config import AgentConfig
     from arealite.api.experiment_config import ExperimentConfig
     from arealite.api.hooks import TokenizerReader
     from arealite.api.llm import SamplingConfig

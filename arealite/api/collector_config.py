@@ -1,13 +1,31 @@
-"""Options of the collector, which runs episodes."""
+"""Options of the collector, which runs episodes, and of its agents."""
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.agent_config import AgentConfig
-from arealite.api.env_config import EnvConfig
-from arealite.api.fields import Constraints, opt, sub
+from arealite.api.env import EnvConfig
+from arealite.api.fields import Constraints, named, opt, part, sub, with_options_of
 from arealite.api.llm import LLMClientConfig, SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathCodeSingleStepConfig:
+    """An agent with one prompt and one completion."""
+
+    system_prompt: str | None = opt(None, "system message before the task's messages")
+    use_chat_template: bool | None = opt(
+        None, "send a text as a user message in the model's chat template; null: if it has one"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_options_of("agent")
+class AgentConfig:
+    """The agent of a seat."""
+
+    type: str = named("agent", "math_code_single_step", "registered name of the agent")
+    math_code_single_step: MathCodeSingleStepConfig = part(MathCodeSingleStepConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +77,8 @@ class CollectorConfig:
     def agents(self) -> list[AgentConfig]:
         """The agents of all seats."""
         agents = [self.agent]
-        for part in self.parts.values():
-            agents += part.seats.values()
+        for env_part in self.parts.values():
+            agents += env_part.seats.values()
         return agents
 
     def constraints(self) -> Constraints:

@@ -1,4 +1,4 @@
-"""The environment interface: one episode is one call of the coroutine `run`."""
+"""The environment: one episode is one call of the coroutine `run`. Its interface and options."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from arealite.api.agent import Agent
+from arealite.api.fields import Constraints, named, sub, with_options_of
+from arealite.api.runtime import RuntimeConfig, runtimes
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
@@ -141,3 +143,44 @@ class StepEnv(Env):
 
 
 envs = Registry[type[Env]].built_in("env")
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_options_of("env")
+class EnvConfig:
+    """The environment of the episodes."""
+
+    type: str = named("env", "math", "registered name of the environment")
+    runtime: RuntimeConfig = sub(RuntimeConfig, "process and host of the environment")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint of environments whose agents the rollout worker serves."""
+        runtime = self.runtime.type
+        if runtime == "in_process":
+            return
+        yield (
+            not envs.get(self.type).has_own_agents,
+            (
+                f"runtime.type={runtime}: the rollout worker serves the agents of "
+                f"type={self.type}. Use runtime.type=in_process."
+            ),
+        )
+
+
+def make_env(
+    args: TrialConfig,
+    config: EnvConfig,
+) -> Env:
+    """Create an environment where `config.runtime` places it.
+
+    Call its `setup` before the first episode.
+
+    Args:
+        args: The run's config.
+        config: The environment's type, options and runtime.
+
+    Raises:
+        UserError: The runtime is unknown, or an option of it is missing.
+    """
+    make = runtimes.get(config.runtime.type)
+    return make(args, config)

@@ -5,6 +5,7 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +20,7 @@ from arealite.api.llm import LLMRequest
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
 from arealite.api.server_protocol import AnswerStream, ServerProtocol
-from arealite.api.task import Task
-from arealite.api.task_sampler import TaskSampler
+from arealite.api.task import Task, TaskSampler
 from arealite.api.tokenizer import Tokenizer
 from arealite.base.model_folder import Shapes
 from arealite.base.trial_files import RunPaths
@@ -54,7 +54,6 @@ class TextAfterAnswer(Protocol):
         Raises:
             UserError: The chat template refuses the messages.
         """
-        ...
 
 
 TextAfterAnswerMaker = Callable[[Tokenizer], TextAfterAnswer | None]
@@ -206,26 +205,21 @@ class LedgerReport(Protocol):
     @property
     def ok(self) -> bool:
         """Whether the ledger has no problem."""
-        ...
 
     @property
     def problems(self) -> Sequence[str]:
         """A line for each problem."""
-        ...
 
     @property
     def steps(self) -> int:
         """Number of trained steps."""
-        ...
 
     def summary(self) -> str:
         """Return the text that a run prints at its end."""
-        ...
 
     @property
     def mark(self) -> str:
         """A text that the ledger stores if this audit passed, for the next audit; "": none."""
-        ...
 
 
 class LedgerAudit(Protocol):
@@ -250,7 +244,41 @@ class LedgerAudit(Protocol):
             new_only: Skip the records that passed an earlier audit, which the mark tells.
             on_row: To call regularly.
         """
-        ...
+
+
+class OpenGroups(Protocol):
+    """The groups of a datapipe, as its controls see them."""
+
+    next_step: int
+    """Number of the next batch to compose, from 0."""
+    counts: Counter[str]
+    """Number of groups by state."""
+
+
+class WorkerLoad(Protocol):
+    """A rollout worker, as the controls of a datapipe see it."""
+
+    worker_id: str
+    route: bytes | None
+    """None until its first message."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of episodes that the worker runs."""
+
+
+class WorkerLimits(Protocol):
+    """The rollout workers of a datapipe, as its controls see them."""
+
+    extra_metrics: Callable[[], dict[str, float]]
+    """Further metrics of the workers."""
+
+    @property
+    def by_id(self) -> Mapping[str, WorkerLoad]:
+        """The workers that are alive."""
+
+    def set_limit(self, limit: int, *, leaving: str = "") -> None:
+        """Limit the number of episodes of each worker; the worker `leaving` gets no more."""
 
 
 class DatapipeControl(Protocol):
@@ -258,22 +286,21 @@ class DatapipeControl(Protocol):
 
     def entry(self) -> Mapping[str, object]:
         """Return further values of the datapipe's entry in the name registry."""
-        ...
 
     def take_batch(self) -> None:
         """Note batches that were composed since the last call; called after each message."""
-        ...
 
     async def run(self, stopped: asyncio.Event) -> None:
         """Run beside the datapipe until `stopped` is set."""
-        ...
 
 
-DatapipeControlMaker = Callable[[Any], DatapipeControl | None]
+DatapipeControlMaker = Callable[
+    ["ExperimentConfig", Any, OpenGroups, WorkerLimits], DatapipeControl | None
+]
 """Hook `datapipe_control`: return what adapts a datapipe, or None.
 
-A datapipe with a name registry calls it with itself (`Datapipe`) while it is created, before it has
-a worker. An error ends the datapipe."""
+A datapipe calls it while it is created, before it has a worker, with the config, the name registry
+(`NameRegistry`), its groups and its workers. An error ends the datapipe."""
 
 
 RoleMain = Callable[["ExperimentConfig", int], None]
@@ -335,15 +362,12 @@ class WatchedSupervisor(Protocol):
     @property
     def say(self) -> Callable[[str], object]:
         """Prints a line."""
-        ...
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether to report a finding."""
-        ...
 
     def child_of(self, finding: Finding) -> Any:
         """Return the child (`Child`) that a finding is about; None: another process."""
-        ...
 
 
 class HealthMonitorMaker(Protocol):
@@ -363,7 +387,6 @@ class HealthMonitorMaker(Protocol):
             silent_s: Seconds after which a silent or stopped child is killed.
             blocked_s: Seconds after which a blocked child is killed.
         """
-        ...
 
 
 LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
@@ -403,15 +426,12 @@ class Console(Protocol):
     @property
     def has_panel(self) -> bool:
         """Whether the console shows the progress of the run, so that lines need not."""
-        ...
 
     def print(self, line: str) -> None:
         """Print a line."""
-        ...
 
     def shown(self) -> AbstractContextManager[None]:
         """Return a context in which the console shows the state of the run."""
-        ...
 
 
 ConsoleMaker = Callable[[RunPaths], Console | None]
@@ -436,7 +456,6 @@ class ServerRegistrar(Protocol):
             config: The experiment.
             updates: Whether the run publishes weights to the servers.
         """
-        ...
 
 
 LedgerFormat = Callable[[sqlite3.Connection], None]

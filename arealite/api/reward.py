@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from arealite.api.fields import Constraints, named, with_options_of
-from arealite.api.part_options import RewardOptions
+from arealite.api.fields import Constraints, RewardOptions, named, with_options_of
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError
 from arealite.base.registry import Registry

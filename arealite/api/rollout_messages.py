@@ -5,10 +5,17 @@ is at least once: a message may arrive twice, and its id makes it idempotent. Ea
 the process that fills the message.
 """
 
+import os
+import re
+import sysconfig
+from traceback import FrameSummary, extract_tb
+from typing import cast
+
 import msgspec
 
 from arealite.api.task import Task
 from arealite.api.trajectory import Count, TrajectoryHeader
+from arealite.base.errors import EpisodeError, InvariantError, UserError, failure_class
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,3 +137,45 @@ class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 FromWorker = WorkerState | Result | Progress
 ToWorker = Lease | Ack | Drain
+
+
+# ---------------------------------------------------------------- failures
+
+MAX_DETAIL = 500
+"""Characters of an error that a Failure keeps."""
+PLACE = re.compile(r"\([^()]+:\d+\)\Z")
+"""File and line at the end of a Failure's detail."""
+LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+"""Folders of the standard library and of installed packages, in which no line is the user's."""
+FATAL = (InvariantError, UserError)
+"""Errors of the run, not of the episode."""
+
+
+def make_failure(error: BaseException) -> Failure:
+    """Return the failure of an episode whose environment or agent raised `error`.
+
+    Its detail ends with file and line if the exception is not an EpisodeError.
+    """
+    detail = f"{type(error).__name__}: {error}"[:MAX_DETAIL]
+    frames = list[FrameSummary]()
+    if not isinstance(error, EpisodeError):
+        frames += extract_tb(error.__traceback__)
+    if frames:
+        user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+        last_frame = (user_frames or frames)[-1]
+        detail += f" ({last_frame.filename}:{last_frame.lineno})"
+    return Failure(failure_class=failure_class(error), detail=detail)
+
+
+def root_error(error: BaseException) -> BaseException:
+    """Return the error inside an exception group: a fatal one if any, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    group = cast(BaseExceptionGroup[BaseException], error)
+    roots = [root_error(inner) for inner in group.exceptions]
+    for root in roots:
+        if isinstance(root, FATAL):
+            return root
+    return roots[0]

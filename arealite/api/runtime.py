@@ -8,8 +8,7 @@ from arealite.api.fields import named, opt, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
-    from arealite.api.env import Env
-    from arealite.api.env_config import EnvConfig
+    from arealite.api.env import Env, EnvConfig
     from arealite.api.trial import TrialConfig
 
 

@@ -168,12 +168,10 @@ class AnswerStream(Protocol):
     @property
     def failure(self) -> tuple[int, bytes] | None:
         """Status and body of an event that is an error or malformed."""
-        ...
 
     @property
     def answer(self) -> ServerAnswer | None:
         """The tokens so far, without a finish reason before the end; None without events."""
-        ...
 
     def feed(self, data: bytes) -> None:
         """Read bytes of the answer; pass their tokens to the request's `on_tokens`.
@@ -181,7 +179,6 @@ class AnswerStream(Protocol):
         Raises:
             InvariantError: ids and logprobs belong to different tokens.
         """
-        ...
 
 
 def part_of_entry(group: str, entry: Mapping[str, Any]) -> Any:

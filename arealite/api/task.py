@@ -1,8 +1,9 @@
-"""The task: a row of the data set, as environments get it."""
+"""The task, a row of the data set as environments get it, and the interface of task samplers."""
 
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -67,6 +68,30 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         """The label by which metrics are grouped: the name of the environment in a run with
         several, else the row's `data_source`, else ""."""
         return str(self.extra_info.get("env") or self.extra_info.get("data_source") or "")
+
+
+class TaskSampler(Protocol):
+    """Draws the next task.
+
+    Its state is read from the ledger, so that a resumed run draws the same tasks as an
+    uninterrupted run.
+    """
+
+    def load(self, db: sqlite3.Connection) -> None:
+        """Load the state from the ledger, at the start and after a roll-back."""
+        ...
+
+    def draw(self, seq: int) -> tuple[int, int]:
+        """Return the epoch and the row of group number `seq`. The numbers come in order."""
+        ...
+
+    def record(self, seq: int, row: int, rewards: Sequence[float | None]) -> None:
+        """Note the rewards of a closed group; None stands for a trajectory without a score."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the draws."""
+        ...
 
 
 _encode = msgspec.msgpack.Encoder().encode

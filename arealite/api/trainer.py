@@ -8,7 +8,7 @@ from arealite.api import algorithm, offline
 from arealite.api.collector_config import CollectorConfig, EvalConfig
 from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
 from arealite.api.fields import Constraints, named, opt, sub, with_options_of
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.publisher import PublisherConfig
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:

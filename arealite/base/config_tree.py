@@ -271,3 +271,8 @@ def read(file: Path) -> Tree:
             f"{file} is no resolved config: {one_line(error)}. "
             "`arealite train` writes it into the run's folder at each start."
         ) from error
+
+
+def field_names(config: object) -> Sequence[str]:
+    """Return the names of a config's options; none for an object that is no config."""
+    return [*getattr(config, "__dataclass_fields__", ())]

@@ -20,9 +20,8 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from arealite.base.data import read_toml
 from arealite.base.errors import UserError, one_line
-from arealite.base.files import cache_folder, replacing
+from arealite.base.files import cache_folder, read_toml, replacing
 
 T = TypeVar("T")
 PREFIX = "arealite."

@@ -1,6 +1,9 @@
 """The paths of a trial's files. All are in the folder <run_root>/<experiment_name>/<trial_name>."""
 
+import re
 from pathlib import Path
+
+from arealite.base.errors import UserError
 
 TMPFS = Path("/dev/shm")
 """Folder of staged weights for servers of this host."""
@@ -46,3 +49,15 @@ class RunPaths:
     def starts(self) -> dict[int, Path]:
         """The files of `configs` by the first step trained with each, in order."""
         return {int(file.stem): file for file in sorted(self.configs.glob("*.yaml"))}
+
+
+def step_of(name: str) -> int:
+    """Return a step that is written as 40, step-40, or as a checkpoint's folder, step-000040.
+
+    Raises:
+        UserError: `name` has another form.
+    """
+    form = re.fullmatch(r"(?:step-)?([0-9]+)", name)
+    if form is None:
+        raise UserError(f"{name} is no step of a run. Write 40 or step-40.")
+    return int(form[1])

@@ -20,9 +20,10 @@ from arealite.base import config as base_config
 from arealite.base import config_tree, entries
 from arealite.base.config import Layer, read_layers
 from arealite.base.errors import UserError
+from arealite.base.host import has_bfloat16
 from arealite.base.trial_files import RunPaths
 from arealite.cli import options, resolved
-from arealite.cli.presets import CONFIG_DIR
+from arealite.cli.options import CONFIG_DIR
 from arealite.cli.resolved import TABLES
 from arealite.impl.launcher.processes import server_overrides
 
@@ -110,12 +111,25 @@ def _with_dtypes(config: Any) -> Any:
 @cache
 def _announced_dtype() -> str:
     """Return the dtype of `auto`; the first call prints it."""
-    # Importing torch takes a second, and configs without `auto` do not need it here.
-    from arealite.impl.weights.fast_dtype import fast_dtype
-
     dtype, reason = fast_dtype()
     print(f"dtype=auto: {dtype}, because {reason}", file=sys.stderr, flush=True)
     return dtype
+
+
+def fast_dtype() -> tuple[str, str]:
+    """Return the dtype that the hardware computes fast, bfloat16 or float32, and the reason.
+
+    Without instructions for bfloat16, matrix products in bfloat16 take a hundred times as long.
+    """
+    import torch  # takes a second, and configs without `auto` do not need it
+
+    if not torch.cuda.is_available():
+        if has_bfloat16():
+            return "bfloat16", "the processor has instructions for bfloat16"
+        return "float32", "there is no GPU, and the processor has no instructions for bfloat16"
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "float32", "the GPU has no bfloat16"
+    return "bfloat16", "the GPU has bfloat16"
 
 
 def check_names(config: ExperimentConfig) -> None:

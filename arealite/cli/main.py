@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 
 from arealite import __version__
 from arealite.base import entries, exit_record, outputs
-from arealite.base.data import read_toml
 from arealite.base.errors import ArealiteError, UserError, first_of
-from arealite.base.printable import guard_output
+from arealite.base.files import read_toml
+from arealite.base.printable import fold, guard_output
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import unknown
-from arealite.cli.line_wrap import fold
 
 GROUP = "command"
 """Group of entries: functions of the words after the command. They return an exit code, or None."""

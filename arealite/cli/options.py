@@ -1,4 +1,7 @@
-"""Command lines: --config, dotted overrides, flags, and --help with all keys."""
+"""Command lines: --config with a file or a preset, dotted overrides, flags, --help with all keys.
+
+`--config demo` reads the preset config/demo.yaml of the package.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -7,11 +10,43 @@ from pathlib import Path
 
 from arealite.base import config_tree
 from arealite.base.errors import UserError
-from arealite.cli import presets
-from arealite.cli.line_wrap import fold
+from arealite.base.printable import fold
+from arealite.base.registry import unknown
 
 SHORT = {"model": "model.path", "dataset": "dataset.train"}
 """Keys of words that other programs use as flags."""
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
+"""Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets: first those that are complete, then parts of a config."""
+    files = [file.relative_to(CONFIG_DIR) for file in CONFIG_DIR.rglob("*.yaml")]
+    files.sort(key=lambda file: (len(file.parts), file))
+    return [str(file.with_suffix("")) for file in files]
+
+
+def find_config(name: str) -> Path:
+    """Return the file of a config: `name` if it is a file, else the preset of this name.
+
+    A preset's last part is enough, and the path in a checkout works, too: gspo and
+    config/algo/gspo.yaml are algo/gspo.
+
+    Raises:
+        UserError: There is no such file and no such preset.
+    """
+    file = Path(name).expanduser()
+    short = name.removeprefix("config/").removesuffix(".yaml")
+    matches = [preset for preset in preset_names() if f"/{preset}".endswith(f"/{short}")]
+    if matches and not file.is_file():
+        return CONFIG_DIR / f"{matches[0]}.yaml"
+    if file.exists() or file.suffix in (".yaml", ".yml"):  # reading it reports a missing file
+        return file
+    raise UserError(
+        f"{unknown('preset', name, preset_names())} `arealite presets` describes them. "
+        "A file of your own ends with .yaml."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +81,7 @@ class CommandLine:
                 files.append(word)
             else:
                 overrides.append(word)
-        paths = [presets.find(file) for file in files]
+        paths = [find_config(file) for file in files]
         return Layers(files=paths or [self.default], overrides=overrides)
 
     def _parser(self, *, is_help: bool) -> argparse.ArgumentParser:
@@ -80,7 +115,7 @@ def _names_file(word: str) -> bool:
     """Return whether a word is a file of a config or a preset, not an override."""
     if "=" in word:
         return False
-    return word.endswith((".yaml", ".yml", config_tree.SUFFIX)) or word in presets.names()
+    return word.endswith((".yaml", ".yml", config_tree.SUFFIX)) or word in preset_names()
 
 
 def check_flags(argv: Sequence[str], schema: type) -> None:

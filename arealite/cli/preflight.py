@@ -6,36 +6,41 @@ files are beside the functions that read the files. Extensions add checks by hoo
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from arealite.api.env import Env, envs
+from arealite.api.env import Env, EnvConfig, envs, make_env
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.hooks import ModelCheck, ModuleCheck, RunCheck, RunFacts, ServerFinder
+from arealite.api.fields import Package, PublisherOptions
+from arealite.api.hooks import (
+    ModelCheck,
+    ModuleCheck,
+    RunCheck,
+    RunFacts,
+    RunPackages,
+    ServerFinder,
+)
 from arealite.api.llm_server import servers
 from arealite.api.offline import offline_run
-from arealite.api.part_options import PublisherOptions
 from arealite.api.publisher import publishers
 from arealite.api.trainer import trainers
 from arealite.base import entries, model_folder
 from arealite.base.config_tree import check_constraints
 from arealite.base.errors import DeadlineError, UserError
+from arealite.base.extras import check_installed
 from arealite.base.folder_checks import check_address, check_folder
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
-from arealite.cli.packages import check_training_packages
 from arealite.cli.resume import check_resume
-from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import check_seats
-from arealite.system.data.dataset import identity
+from arealite.system.data.dataset import identity, make_sampler
 from arealite.system.data.tasks import (
     check_first_rows,
     load_split,
     shares,
 )
-from arealite.system.datapipe.task_order import make_sampler
 from arealite.system.names.name_registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
@@ -352,3 +357,48 @@ def contexts(
         length = configs.own_server(config).llm_server.context_length
     length = length or model_folder.exact_length(model) or model.get("max_position_embeddings")
     return [length] if length else []
+
+
+def check_training_packages(config: ExperimentConfig) -> None:
+    """Check the optional modules that the processes of a training run import.
+
+    Raises:
+        UserError: A module is not installed.
+    """
+    hooks: list[RunPackages] = entries.hooks("packages")
+    for packages_of in hooks:
+        for package in packages_of(config):
+            check_installed(package.module, package.requirement, package.option)
+    if not config.trainer.is_offline:
+        check_sampling_packages(config)
+
+
+def check_sampling_packages(config: ExperimentConfig) -> None:
+    """Check the optional modules that the environments and servers of a run import.
+
+    Raises:
+        UserError: A module is not installed.
+    """
+    collector = config.trainer.ppo.collector
+    launcher = config.launcher
+    for name, part in collector.parts.items():
+        section = f"envs.{name}.env" if collector.envs else "env"
+        if part.env.runtime.type in ("in_process", "subprocess"):  # else it is not imported here
+            _check_env(part.env, f"trainer.ppo.collector.{section}")
+    if launcher.llm_servers and launcher.type == "local":
+        server = configs.own_server(config).llm_server
+        for package in _packages_of(server.selected_options):
+            option = f"launcher.server_args={launcher.server_args}"
+            check_installed(package.module, package.requirement, option)
+
+
+def _check_env(env: EnvConfig, section: str) -> None:
+    """Check the packages that the environment's options ask for (api.fields.Package)."""
+    for package in _packages_of(envs.options(env)):
+        option = f"{env.type}.{package.option}" if package.option else f"type={env.type}"
+        check_installed(package.module, package.requirement, f"{section}.{option}")
+
+
+def _packages_of(options: Any) -> Iterable[Package]:
+    """Return the optional packages that the options of a part ask for."""
+    return options.packages() if hasattr(options, "packages") else ()

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from arealite.api.agent import AgentConfig, agents
+from arealite.api.agent import agents
+from arealite.api.algorithm import advantages, objectives
+from arealite.api.collector_config import AgentConfig
 from arealite.api.engine import engines
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
-from arealite.api.formulas import advantages, objectives
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.llm_server import servers
@@ -25,7 +25,7 @@ from arealite.api.runtime import runtimes
 from arealite.api.tool import tools
 from arealite.api.trainer import trainers
 from arealite.base import config_tree
-from arealite.base.config_tree import PartConfigs, values
+from arealite.base.config_tree import PartConfigs, field_names, values
 from arealite.base.errors import UserError
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
@@ -124,11 +124,6 @@ def _check_options_of_base(schema: type, name: str, part_config: type) -> None:
             f"{table.kind} '{name}': its config {part_config.__name__} has no option "
             f"'{min(missing)}', which {base} reads. Derive it from {type(base_options).__name__}."
         )
-
-
-def field_names(config: object) -> Sequence[str]:
-    """Return the names of a config's options; none for an object that is no config."""
-    return [*getattr(config, "__dataclass_fields__", ())]
 
 
 def words_of(options: object) -> set[str]:

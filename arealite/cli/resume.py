@@ -17,9 +17,9 @@ from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base import config as base_config
 from arealite.base import config_tree
 from arealite.base.errors import UserError
-from arealite.base.trial_files import RunPaths
+from arealite.base.printable import fold
+from arealite.base.trial_files import RunPaths, step_of
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.ledger import check_format, check_identity, connect, open_read_only
 from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT
@@ -161,18 +161,6 @@ def _print_resume(config: ExperimentConfig, begin: int) -> None:
     changes = [*base_config.changes(saved_config, config)]
     if changes:
         print(fold(f"changed options: {', '.join(changes)}"), flush=True)
-
-
-def step_of(name: str) -> int:
-    """Return a step that is written as 40, step-40, or as a checkpoint's folder, step-000040.
-
-    Raises:
-        UserError: `name` has another form.
-    """
-    form = re.fullmatch(r"(?:step-)?([0-9]+)", name)
-    if form is None:
-        raise UserError(f"{name} is no step of a run. Write 40 or step-40.")
-    return int(form[1])
 
 
 def _go_back(paths: RunPaths, step: int) -> None:

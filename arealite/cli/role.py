@@ -12,16 +12,15 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.hooks import RoleMain, ServerRegistrar
+from arealite.api.hooks import RoleMain
 from arealite.base import entries, log, outputs
+from arealite.base.files import lock_file
 from arealite.base.signals import STOP
 from arealite.base.trial_files import RunPaths
 from arealite.cli import resolved
-from arealite.impl.launcher.processes import die_with_parent
-from arealite.impl.launcher.role_starter import starters
+from arealite.impl.launcher.processes import die_with_parent, starters
 from arealite.system.health import vitals
-from arealite.system.locks import lock_file
-from arealite.system.names.name_registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry, with_externals
 
 GROUP = "role"
 
@@ -67,23 +66,6 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     starters().freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
-
-
-async def with_externals(
-    config: ExperimentConfig, work: Coroutine[object, object, None], *, updates: bool = True
-) -> None:
-    """Await `work`; meanwhile keep the name entries of the external servers up to date."""
-    registrars: list[ServerRegistrar] = entries.hooks("server_registrar")
-    upkeeps = [registrar(config, updates=updates) for registrar in registrars]
-    upkeeps = [upkeep for upkeep in upkeeps if upkeep is not None]
-    if not upkeeps:
-        await work
-        return
-    async with asyncio.TaskGroup() as tasks:
-        externals = [tasks.create_task(upkeep, name="external servers") for upkeep in upkeeps]
-        await work
-        for external in externals:
-            external.cancel()
 
 
 async def until_terminated(work: Coroutine[object, object, None]) -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from arealite.api.experiment_config import ServerConfig, name_dir, run_paths
+from arealite.api.fields import ServerOptions
 from arealite.api.hooks import DefaultModel
 from arealite.api.llm_server import servers
-from arealite.api.part_options import ServerOptions
 from arealite.base import config_tree, entries, log, outputs
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import read_model
 from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs, resolved
-from arealite.impl.launcher import role_starter
 from arealite.impl.launcher.processes import IS_KEPT, die_with_parent
+from arealite.impl.launcher.processes import starters as role_starters
 from arealite.system.health import vitals
 from arealite.system.names.name_registry import NameRegistry
 
@@ -42,7 +42,7 @@ def with_default_model(config: ServerConfig) -> ServerConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal."""
-    starters = role_starter.starters()
+    starters = role_starters()
     if IS_KEPT not in os.environ:
         starters.begin()  # before this process has a thread or a module of the user
     config = configs.parse(

@@ -12,10 +12,10 @@ from arealite.api.hooks import TrainerRank
 from arealite.api.launcher import launchers
 from arealite.base import entries, outputs
 from arealite.base.errors import UserError
+from arealite.base.files import lock_file
 from arealite.cli import configs
-from arealite.impl.launcher.role_starter import starters
+from arealite.impl.launcher.processes import starters
 from arealite.system.health import vitals
-from arealite.system.locks import lock_file
 
 FLAGS = ("--resume", "--dry-run")
 

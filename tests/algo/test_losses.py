@@ -13,9 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from arealite.algo.losses import make_policy_loss, make_value_loss
-from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
+from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig, objectives
 from arealite.api.engine import LossInput
-from arealite.api.formulas import objectives
 from arealite.base.errors import UserError
 from tests.algo import naive_losses as naive
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo import packing
-from arealite.algo.packing import Plan, padded
-from arealite.algo.partition import balance
+from arealite.algo import partition
+from arealite.algo.partition import Plan, balance, padded
 
 lengths_of = st.lists(st.integers(1, 200), max_size=40)
 budgets = st.integers(1, 400)
@@ -62,27 +61,27 @@ def test_padded_rows_are_sorted_and_each_split_exceeds_budget_or_padding(
         assert lengths[rows[-1]] >= lengths[after[0]]
         more = [*rows, after[0]]
         padding = area(lengths, more) - sum(lengths[i] for i in more)
-        assert area(lengths, more) > budget or padding > packing.OVERHEAD
+        assert area(lengths, more) > budget or padding > partition.MICRO_BATCH_OVERHEAD
 
 
 def test_plans_match_examples_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [3, 9, 4, 4, 20]
     assert padded(lengths, 12) == [[4], [1], [2, 3, 0]]
     assert padded([], 12) == []
-    monkeypatch.setattr(packing, "OVERHEAD", 5)
+    monkeypatch.setattr(partition, "MICRO_BATCH_OVERHEAD", 5)
     assert padded([10, 9, 8, 7, 6], 100) == [[0, 1, 2], [3, 4]], "padding 3, would be 6"
     pairs = [3, 9, 4, 4, 8, 1]
     assert padded(pairs, 100, rows_per_example=2) == [[0, 1, 4, 5], [2, 3]]
 
 
 def least_cost(lengths: list[int], budget: int) -> float:
-    """Return the least computed tokens plus OVERHEAD per micro-batch over splits of sorted rows."""
+    """Return the least cost in tokens over the splits of the sorted rows."""
     sizes = np.array(sorted(lengths, reverse=True))
     cost = np.zeros(len(sizes) + 1)
     for end in range(1, len(sizes) + 1):
         areas = (end - np.arange(end)) * sizes[:end]
         areas[:-1][areas[:-1] > budget] = 10**9
-        cost[end] = (cost[:end] + areas + packing.OVERHEAD).min()
+        cost[end] = (cost[:end] + areas + partition.MICRO_BATCH_OVERHEAD).min()
     return cost[-1]
 
 
@@ -95,7 +94,7 @@ def test_padding_is_below_5_percent_for_log_normal_lengths(mix: str, count: int)
         computed = computed_tokens(lengths, plan)
         assert (computed - sum(lengths)) / computed <= 0.05
         if count == 512:
-            cost = computed + packing.OVERHEAD * len(plan)
+            cost = computed + partition.MICRO_BATCH_OVERHEAD * len(plan)
             assert cost <= 1.03 * least_cost(lengths, BUDGET)
         ranks = [0] * 8
         for length, rank in zip(lengths, balance(lengths, ranks=8), strict=True):
@@ -105,7 +104,7 @@ def test_padding_is_below_5_percent_for_log_normal_lengths(mix: str, count: int)
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys; import arealite.algo.packing, arealite.algo.reduction, "
-        "arealite.algo.advantages, arealite.algo.schedules; sys.exit('torch' in sys.modules)"
+        "import sys; import arealite.algo.partition, arealite.algo.reduction, "
+        "arealite.algo.advantages; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from arealite.base.trial_files import RunPaths
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import Secret, read_secret
+from arealite.system.names.name_registry import NameRegistry, Secret, read_secret
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone, site
 from tests.waiting import until
 

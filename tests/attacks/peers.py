@@ -20,7 +20,7 @@ from arealite.api.trajectory import TrajectoryHeader, TurnNode
 from arealite.api.turns import digest
 from arealite.system.links import wire
 from arealite.system.links.worker_link import STATE_S
-from arealite.system.names.trial_secret import Secret
+from arealite.system.names.name_registry import Secret
 from tests.attacks.conftest import Live
 from tests.e2e.conftest import SLOW_S
 from tests.payloads import pack, result_frames

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base import entries
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 from arealite.cli import main as cli
 
 OLD_NS = 10**18

@@ -22,8 +22,7 @@ from arealite.ext.models import lora
 from arealite.ext.view.report import write_report
 from arealite.impl.engine.hf_folder import write_weights
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import create_secret
+from arealite.system.names.name_registry import NameRegistry, create_secret
 
 WEIGHTS = {"a": torch.zeros(4), "b": torch.ones(4)}
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from arealite.api.agent import agents
+from arealite.api.algorithm import TokenAdvantage, advantages, objectives
 from arealite.api.engine import engines
 from arealite.api.env import envs
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.formulas import TokenAdvantage, advantages, objectives
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.llm_server import servers
@@ -123,7 +123,7 @@ def test_objective_and_advantage_of_a_users_file_are_used(
 ) -> None:
     file = tmp_path / "own_formulas.py"
     file.write_text(
-        "from arealite.api.formulas import TokenAdvantage, advantages, objectives\n"
+        "from arealite.api.algorithm import TokenAdvantage, advantages, objectives\n"
         "@objectives.register('own_objective')\n"
         "def objective(config, ratio_N, logprobs_N, advantages_N):\n"
         "    return -ratio_N * advantages_N\n"

@@ -9,7 +9,7 @@ import pytest
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.base.errors import UserError
-from arealite.cli import configs, presets
+from arealite.cli import configs, options
 from arealite.cli import main as cli
 
 
@@ -28,7 +28,7 @@ def test_preset_is_found_by_name_in_any_folder(
     name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert presets.find(name) == presets.CONFIG_DIR / file
+    assert options.find_config(name) == options.CONFIG_DIR / file
 
 
 def test_file_of_the_user_wins_over_a_preset(
@@ -36,9 +36,9 @@ def test_file_of_the_user_wins_over_a_preset(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()  # a folder is no config
-    assert presets.find("demo") == presets.CONFIG_DIR / "demo.yaml"
+    assert options.find_config("demo") == options.CONFIG_DIR / "demo.yaml"
     (tmp_path / "gspo").write_text("seed: 4")
-    assert presets.find("gspo") == Path("gspo")
+    assert options.find_config("gspo") == Path("gspo")
 
 
 @pytest.mark.parametrize("name", ["algo/gsppo", "", ".", "../config/demo", "demo/", "DEMO"])
@@ -49,7 +49,7 @@ def test_unknown_preset_lists_the_known_ones(name: str, tmp_path: Path, monkeypa
             configs.parse(ExperimentConfig, ["--config", name], command="c", description="")
         return
     with pytest.raises(UserError, match=r"(?s)Unknown preset.*algo/gspo.*`arealite presets`"):
-        presets.find(name)
+        options.find_config(name)
 
 
 def test_presets_of_command_line_and_stages_are_read() -> None:
@@ -69,14 +69,14 @@ def test_preset_without_config_flag_is_read_like_a_file() -> None:
 def test_every_preset_is_listed_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    files = presets.CONFIG_DIR.rglob("*.yaml")
-    assert {*rows} == {str(f.relative_to(presets.CONFIG_DIR).with_suffix("")) for f in files}
+    files = options.CONFIG_DIR.rglob("*.yaml")
+    assert {*rows} == {str(f.relative_to(options.CONFIG_DIR).with_suffix("")) for f in files}
     assert all(len(about.split()) > 3 and "#" not in about for about in rows.values())
 
 
 def test_one_preset_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets", "gspo"]) == 0
-    assert capsys.readouterr().out == (presets.CONFIG_DIR / "algo/gspo.yaml").read_text()
+    assert capsys.readouterr().out == (options.CONFIG_DIR / "algo/gspo.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from arealite.api.agent import agents
-from arealite.api.env import envs
+from arealite.api.env import envs, make_env
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.cli import configs
-from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import check_seats
 
 PRESETS = sorted((Path(__file__).parents[2] / "config/env").glob("*.yaml"))

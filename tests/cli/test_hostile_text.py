@@ -17,8 +17,8 @@ from arealite.cli.main import main
 from arealite.ext.evaluation import evaluate
 from arealite.impl.launcher.processes import spawn
 from arealite.impl.launcher.progress import RunProgress
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 from tests.hostile import HOSTILE, SHOWN, SHOWN_FIRST, controls_in, foreign_controls_in
 from tests.system.health.living import show, wait

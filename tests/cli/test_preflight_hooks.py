@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, make_env
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import RunFacts
 from arealite.api.runtime import RuntimeConfig, runtimes
@@ -20,7 +20,6 @@ from arealite.base.errors import UserError
 from arealite.cli import configs, preflight
 from arealite.cli.main import main
 from arealite.ext.games.reverse import ReverseEnv
-from arealite.impl.env.runtimes import make_env
 from arealite.system.names.name_registry import Entry
 from tests.cli.small_run import small_run
 

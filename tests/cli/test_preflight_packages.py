@@ -14,7 +14,7 @@ from arealite.base.errors import UserError
 from arealite.base.extras import check_installed
 from arealite.cli import configs
 from arealite.cli.main import main
-from arealite.cli.packages import check_training_packages
+from arealite.cli.preflight import check_training_packages
 from tests.cli.small_run import small_run
 
 ENV = "trainer.ppo.collector.env"

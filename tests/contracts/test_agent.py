@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
+from arealite.api.agent import Agent, AgentFactory, agents
+from arealite.api.collector_config import AgentConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import SamplingConfig
 from arealite.base.errors import RewardNotFinite

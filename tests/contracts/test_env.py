@@ -11,8 +11,7 @@ import pytest
 from msgspec import structs
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs, make_env
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
 from arealite.api.trajectory import TrajectoryHeader
@@ -21,7 +20,6 @@ from arealite.ext.adapters.openenv import OpenEnvEnv
 from arealite.ext.math.config import MathEnvConfig
 from arealite.ext.tools.config import ToolsEnvConfig
 from arealite.ext.web.config import BrowserConfig
-from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import make_task
 from tests.ext.games import players

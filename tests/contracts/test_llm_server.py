@@ -15,7 +15,7 @@ import pytest
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
-from arealite.impl.client import answers
+from arealite.impl.client import answer_checks
 from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
 
@@ -116,7 +116,7 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
     assert [token for piece in told for token in piece] == answer.output_ids
     assert len(answer.logprobs) == len(answer.output_ids) == 30
     assert len(told) > 1 and len(told[0]) < 8
-    assert answers.token_versions(answer, -1) == [0] * 30
+    assert answer_checks.token_versions(answer, -1) == [0] * 30
 
 
 @pytest.mark.sglang_short

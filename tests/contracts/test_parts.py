@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, agents
+from arealite.api.agent import Agent, agents
+from arealite.api.collector_config import AgentConfig
 from arealite.api.engine import TrainEngine, engines
 from arealite.api.engine_config import TrainEngineConfig
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients
 from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
 from arealite.api.logger import MetricLogger, loggers
-from arealite.api.publisher import WeightPublisher, publishers
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.publisher import PublisherConfig, WeightPublisher, publishers
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers

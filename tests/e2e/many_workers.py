@@ -19,9 +19,8 @@ from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.collector_config import AutoscaleConfig
-from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env import Env, envs
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.experiment_config import DatapipeConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig

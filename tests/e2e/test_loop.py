@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from arealite.base.trial_files import RunPaths
 from arealite.cli import main as cli
 from arealite.ext.audit.audit import AuditReport, audit
-from arealite.system.names.trial_secret import read_secret
+from arealite.system.names.name_registry import read_secret
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until, until_exited
 

@@ -15,7 +15,7 @@ import pytest
 
 from arealite.base import config as base_config
 from arealite.ext.audit.audit import audit
-from arealite.system.names.trial_secret import read_secret
+from arealite.system.names.name_registry import read_secret
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished
 from tests.examples.conftest import LIMIT_S, Example
 from tests.ext.web.browser.sites import needs_chromium

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from arealite.api.agent import AgentConfig
-from arealite.api.env_config import EnvConfig
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig
 from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import RuntimeConfig
 from arealite.ext.hosting.server.env_app import EnvServer

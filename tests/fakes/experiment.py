@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from arealite.api.agent import AgentConfig
-from arealite.api.agent_config import MathCodeSingleStepConfig
-from arealite.api.collector_config import CollectorConfig
-from arealite.api.env_config import EnvConfig
+from arealite.api.collector_config import AgentConfig, CollectorConfig, MathCodeSingleStepConfig
+from arealite.api.env import EnvConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease

@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
-from arealite.api.publisher_config import DiskPublisherConfig
+from arealite.api.publisher import DiskPublisherConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import weight_files
 from arealite.impl.engine.fsdp import FSDPEngine

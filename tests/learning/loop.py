@@ -28,7 +28,7 @@ from arealite.cli.configs import CONFIG_DIR, load
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.embedded.weight_loading import load_model
-from arealite.impl.trainer.components import Components, load_ppo_engines
+from arealite.impl.trainer.base import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.rank_group import World
 from tests.payloads import encode_segments

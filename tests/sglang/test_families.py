@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.publisher_config import DiskPublisherConfig
+from arealite.api.publisher import DiskPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.system.names.name_registry import NameRegistry

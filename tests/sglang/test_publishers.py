@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arealite.api.publisher import PublishReport
-from arealite.api.publisher_config import DiskPublisherConfig
+from arealite.api.publisher import DiskPublisherConfig, PublishReport
 from arealite.base.errors import RoleError
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.publisher import servers as base

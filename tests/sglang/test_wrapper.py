@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import read_secret
+from arealite.system.names.name_registry import NameRegistry, read_secret
 from tests.models import tiny_model
 from tests.sglang.real import PYTHON, ROOT
 from tests.sglang.shared import call

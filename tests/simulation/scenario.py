@@ -6,10 +6,9 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arealite.api.agent import AgentConfig
-from arealite.api.datapipe_config import CurriculumConfig, DatapipeConfig
-from arealite.api.env_config import EnvConfig
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig
+from arealite.api.experiment_config import CurriculumConfig, DatapipeConfig, ExperimentConfig
 from arealite.api.task import Task
 
 FAULTS = {

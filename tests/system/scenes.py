@@ -14,8 +14,7 @@ from typing import Any
 
 import zmq
 
-from arealite.api.datapipe_config import DatapipeConfig
-from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.experiment_config import DatapipeConfig, ExperimentConfig, run_paths
 from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 from arealite.ext.machine import command
 from tools import cuda_lines
 

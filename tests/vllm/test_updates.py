@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from arealite.api.publisher_config import DiskPublisherConfig
 from safetensors.torch import load_file
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
-from arealite.api.publisher_config import DiskPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.publisher.disk import DiskPublisher
@@ -99,6 +99,49 @@ def versions(server: InsideServer) -> Iterator[Versions]:
     yield Versions(server)
 
 
+class Traffic:
+    """Generations one after the other, in LANES tasks, until the last version is published."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.responses: list[LLMResponse] = []
+        self.finished: asyncio.Queue[LLMResponse] = asyncio.Queue()
+        self.is_last_version = False
+        self._num_started = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(response.output_ids) for response in self.responses)
+
+    async def generate(self, client: ServersClient) -> None:
+        while not self.is_last_version or self.num_tokens < TOKENS:
+            self._num_started += 1
+            request = LLMRequest(
+                request_id=f"r{self._num_started}",
+                group_id=f"g{self._num_started}",
+                input_ids=[5, 6, 7 + self._num_started % 40],
+                sampling=SamplingConfig(max_new_tokens=200, temperature=TEMPERATURE),
+            )
+            response = await client.generate(request)
+            self.prompts.append(request.input_ids)
+            self.responses.append(response)
+            self.finished.put_nowait(response)
+
+    async def sample_under_new_version(self) -> None:
+        """Wait until each lane has finished a generation since this call."""
+        while not self.finished.empty():
+            self.finished.get_nowait()
+        for _ in range(LANES):
+            await self.finished.get()
+
+
+def publish(publisher: ServersPublisher, versions: Versions, version: int) -> None:
+    while publisher.stage(version, iter(versions.weights(version).items())):
+        pass
+    report = publisher.push(version)
+    assert (report.servers, report.quarantined) == (1, [])
+
+
 @pytest.mark.parametrize("way", [DiskPublisher, DistributedPublisher])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_every_token_through_ten_updates_has_its_version(
@@ -112,49 +155,22 @@ async def test_every_token_through_ten_updates_has_its_version(
     config = config_of(server, tmp_path, pause_mode=mode)
     engine: Any = None
     publisher = await asyncio.to_thread(way, config, engine)
-    prompts: list[list[int]] = []
-    responses: list[LLMResponse] = []
-    finished: asyncio.Queue[LLMResponse] = asyncio.Queue()
-    has_published = False
-    num_started = 0
-
-    def publish(version: int) -> None:
-        while publisher.stage(version, iter(versions.weights(version).items())):
-            pass
-        report = publisher.push(version)
-        assert (report.servers, report.quarantined) == (1, [])
-
-    async def generate_forever(client: ServersClient) -> None:
-        nonlocal num_started
-        while not has_published or sum(len(r.output_ids) for r in responses) < TOKENS:
-            num_started += 1
-            request = LLMRequest(
-                request_id=f"r{num_started}",
-                group_id=f"g{num_started}",
-                input_ids=[5, 6, 7 + num_started % 40],
-                sampling=SamplingConfig(max_new_tokens=200, temperature=TEMPERATURE),
-            )
-            responses.append(await client.generate(request))
-            prompts.append(request.input_ids)
-            finished.put_nowait(responses[-1])
-
+    traffic = Traffic()
     try:
         async with started(config) as client, asyncio.TaskGroup() as tasks:
             for _ in range(LANES):
-                tasks.create_task(generate_forever(client))
+                tasks.create_task(traffic.generate(client))
             for version in range(1, UPDATES + 1):
-                await asyncio.to_thread(publish, version)
-                while not finished.empty():
-                    finished.get_nowait()
-                for _ in range(LANES):  # some tokens under this version
-                    await finished.get()
-            has_published = True
+                await asyncio.to_thread(publish, publisher, versions, version)
+                await traffic.sample_under_new_version()
+            traffic.is_last_version = True
     finally:
         await asyncio.to_thread(publisher.close)
-    assert sum(len(response.output_ids) for response in responses) >= TOKENS
-    assert {v for response in responses for v in response.versions} >= {*range(1, UPDATES + 1)}
-    assert any(len({*response.versions}) > 1 for response in responses)
-    for prompt, response in zip(prompts, responses, strict=True):
+    assert traffic.num_tokens >= TOKENS
+    sampled_versions = {v for response in traffic.responses for v in response.versions}
+    assert sampled_versions >= {*range(1, UPDATES + 1)}
+    assert any(len({*response.versions}) > 1 for response in traffic.responses)
+    for prompt, response in zip(traffic.prompts, traffic.responses, strict=True):
         assert response.versions == sorted(response.versions)
         assert len(response.output_ids) == len(response.logprobs) == len(response.versions)
         if mode != "in_place":

@@ -19,9 +19,9 @@ import msgspec
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Row, Task
-from arealite.base.data import read_toml
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
+from arealite.base.files import read_toml
 from arealite.ext.adapters.blocking import Threads
 from arealite.ext.adapters.config import ReasoningGymConfig
 from arealite.ext.adapters.foreign import constructing

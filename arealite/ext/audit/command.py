@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from arealite.base.errors import UserError
+from arealite.base.printable import fold
 from arealite.base.trial_files import RunPaths
-from arealite.cli.line_wrap import fold
 from arealite.cli.options import run_parser
 from arealite.ext.audit.audit import audit
 

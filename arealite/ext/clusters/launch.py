@@ -12,8 +12,8 @@ from dataclasses import replace
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.base import outputs
 from arealite.base.errors import UserError
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 
 SUBMITTED = """\
 job {job}; its script: {file}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from arealite.api.task import Row
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 
 PROGRAMS: dict[str, dict[str, str]] = read_toml(__file__, "code_tasks.toml")
 """Python expressions by description, in groups."""

@@ -9,10 +9,9 @@ from pathlib import Path
 from arealite.api.engine import Training
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.base.trial_files import RunPaths
+from arealite.base.trial_files import RunPaths, step_of
 from arealite.cli import configs
 from arealite.cli.options import run_parser
-from arealite.cli.resume import step_of
 from arealite.impl.engine import checkpoint
 
 
@@ -57,7 +56,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     ]
     config = configs.load(ExperimentConfig, config_file, whole_model, is_saved=True)
     from arealite.api.trainer import trainers
-    from arealite.impl.trainer.components import make_engine
+    from arealite.impl.trainer.base import make_engine
     from arealite.impl.trainer.rank_group import World
 
     options = config.trainer.selected_options

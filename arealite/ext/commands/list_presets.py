@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from arealite.cli.line_wrap import fold
-from arealite.cli.presets import find, names
+from arealite.base.printable import fold
+from arealite.cli.options import find_config, preset_names
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,10 +16,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("name", nargs="?", metavar="NAME", help="print this preset's YAML")
     selected = parser.parse_args(argv).name
     if selected:
-        print(find(selected).read_text(), end="")
+        print(find_config(selected).read_text(), end="")
         return 0
-    for name in names():
-        first_line, _, _ = find(name).read_text().partition("\n")
+    for name in preset_names():
+        first_line, _, _ = find_config(name).read_text().partition("\n")
         summary = first_line.removeprefix("# ")
         print(fold(f"{name:<18} {summary}"))
     return 0

@@ -9,8 +9,13 @@ from pathlib import Path
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import FILE, Secret, put_secret, read_secret
+from arealite.system.names.name_registry import (
+    SECRET_FILE,
+    NameRegistry,
+    Secret,
+    put_secret,
+    read_secret,
+)
 
 ROTATE = "--rotate"
 TOKEN = "--token"
@@ -33,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             for entry in names.list(role):
                 raise UserError(f"{role} {entry.id} uses the secret. Stop the trial first.")
         secret = rotate_secret(names.root)
-    print(secret.token if TOKEN in argv else names.root / FILE)
+    print(secret.token if TOKEN in argv else names.root / SECRET_FILE)
     return 0
 
 

@@ -9,12 +9,11 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 
-from arealite.api.datapipe_config import CurriculumConfig
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.experiment_config import CurriculumConfig, ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.curriculum.task_weights import learnability, success_rate
-from arealite.system.datapipe.task_order import Permutation
+from arealite.system.data.dataset import Permutation
 
 SHARES = """
 SELECT seq, row, (SELECT AVG(reward >= ?) FROM trajectories t WHERE t.group_id = g.group_id) share

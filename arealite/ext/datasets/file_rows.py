@@ -14,7 +14,7 @@ import msgspec
 from arealite.api.hooks import PlacedRow
 from arealite.base.errors import UserError, one_line
 from arealite.ext.datasets.plain_values import arrow_rows, plain_row
-from arealite.system.data.sources import BOM, ROW, ROW_ERRORS, check_utf8, decode_row, jsonl_rows
+from arealite.system.data.dataset import BOM, ROW, ROW_ERRORS, check_utf8, decode_row, jsonl_rows
 
 FOREIGN = {"reward_model", "conversations", "entry_point"}
 """Columns of other libraries' formats: all columns of a Parquet file with one of them are read."""

@@ -19,7 +19,7 @@ from uuid import UUID
 import numpy as np
 
 from arealite.base.errors import UserError, one_line
-from arealite.system.data.sources import LARGEST, PLAIN, SMALLEST
+from arealite.system.data.dataset import LARGEST, PLAIN, SMALLEST
 
 MISSING = {"NAType", "NaTType"}
 """Classes of the missing values of pandas."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from arealite.api.experiment_config import ServerConfig
-from arealite.cli.line_wrap import fold
+from arealite.base.printable import fold
 
 
 def sorting_model(config: ServerConfig) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.base.errors import UserError
-from arealite.base.files import replacing
+from arealite.base.files import lock_file, replacing
 from arealite.cli import train
 from arealite.ext.audit import command as audit
 from arealite.ext.demo.lesson import Lesson, write_data
@@ -21,7 +21,6 @@ from arealite.ext.evaluation import evaluate
 from arealite.ext.gguf import gguf_file
 from arealite.ext.gguf.gguf_file import sha256_of
 from arealite.ext.view import report_command
-from arealite.system.locks import lock_file
 
 NEXT_STEPS = """\
 

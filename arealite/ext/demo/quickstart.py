@@ -13,7 +13,7 @@ from arealite.base import outputs
 from arealite.cli import configs, train
 from arealite.ext.demo.lesson import find_lesson, names_of_lessons
 from arealite.ext.demo.real_models import SOURCES
-from arealite.impl.launcher.role_starter import starters
+from arealite.impl.launcher.processes import starters
 
 NEXT_COMMANDS = """\
 

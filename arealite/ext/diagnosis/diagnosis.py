@@ -16,8 +16,15 @@ from typing import get_args
 from arealite.api.findings import Cause, Finding
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
-from arealite.system.health.role_status import FORGET_DEAD_S, RoleStatus, read_roles
-from arealite.system.health.vitals import BEAT_S, Waits, cpu_times, process_state
+from arealite.system.health.vitals import (
+    BEAT_S,
+    FORGET_DEAD_S,
+    RoleStatus,
+    Waits,
+    cpu_times,
+    process_state,
+    read_roles,
+)
 from arealite.system.health.waits import (
     GROUP_FILTER,
     ITSELF,

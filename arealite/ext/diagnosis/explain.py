@@ -13,8 +13,14 @@ from textwrap import wrap
 
 from arealite.api.findings import Finding
 from arealite.ext.diagnosis.diagnosis import ABSENT_S, WaitGraph, examine
-from arealite.system.health.role_status import RoleStatus, read_roles
-from arealite.system.health.vitals import STACKS_REQUEST, Waits, modified_ns, process_state
+from arealite.system.health.vitals import (
+    STACKS_REQUEST,
+    RoleStatus,
+    Waits,
+    modified_ns,
+    process_state,
+    read_roles,
+)
 from arealite.system.health.waits import ITSELF, OTHER_RANKS
 
 WIDTH = 118

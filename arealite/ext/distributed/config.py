@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt
-from arealite.api.part_options import PublisherOptions
+from arealite.api.fields import PublisherOptions, opt
 from arealite.base.folder_checks import check_address
 
 

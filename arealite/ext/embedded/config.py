@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from arealite.api.fields import Constraints, opt
-from arealite.api.part_options import PublisherOptions, ServerOptions
+from arealite.api.fields import Constraints, PublisherOptions, ServerOptions, opt
 
 if TYPE_CHECKING:
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig

@@ -13,11 +13,10 @@ from arealite.api.experiment_config import ServerConfig, name_dir
 from arealite.base import exit_record
 from arealite.base.signals import STOP, on_stop
 from arealite.impl.launcher import supervisor
-from arealite.impl.launcher.processes import IS_KEPT, Child
-from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter
+from arealite.impl.launcher.processes import IS_KEPT, Child, NewProcesses, RoleStarter
 from arealite.impl.launcher.supervisor import ROLE, Role
 from arealite.system.health import vitals
-from arealite.system.health.role_status import read_roles
+from arealite.system.health.vitals import read_roles
 from arealite.system.names.name_registry import NameRegistry
 
 TERMINATE_S = 10.0

@@ -25,9 +25,9 @@ from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_folder
+from arealite.base.printable import fold
 from arealite.base.registry import unknown
 from arealite.cli import preflight
-from arealite.cli.line_wrap import fold
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.config import CollectConfig
 from arealite.ext.evaluation.row_files import SUFFIXES, FileRow, write_rows

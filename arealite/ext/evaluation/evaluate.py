@@ -25,8 +25,8 @@ from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
 from arealite.base.files import replacing
+from arealite.base.printable import fold
 from arealite.cli import preflight
-from arealite.cli.line_wrap import fold
 from arealite.ext.evaluation import sampling_run
 from arealite.ext.evaluation.config import EvaluateConfig
 from arealite.ext.evaluation.samples import Samples

@@ -19,9 +19,8 @@ from arealite.api.task import Task
 from arealite.base.errors import RoleError
 from arealite.ext.evaluation.samples import Samples
 from arealite.impl.rollout.collector import Agents, Collector, RunEnv
-from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
-from arealite.system.ledger.group import back_off_s, too_many_failures
+from arealite.system.ledger.group import FAILURE_WINDOW, back_off_s, too_many_failures
 
 
 class Job(NamedTuple):

@@ -18,12 +18,12 @@ from arealite.api.llm import SamplingConfig, clients
 from arealite.api.task import Task
 from arealite.base import config_tree, log, outputs
 from arealite.base.errors import UserError
+from arealite.base.files import lock_file
 from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import read_model
 from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight, resolved
-from arealite.cli.packages import check_sampling_packages
-from arealite.cli.role import with_externals
+from arealite.cli.preflight import check_sampling_packages
 from arealite.ext.evaluation.config import SamplingRunConfig
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
@@ -34,8 +34,7 @@ from arealite.ext.short_flags.short_flags import Word, translate
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import identity
 from arealite.system.data.tasks import FIRST_ROWS, GENERATED, check_first_rows, load_split
-from arealite.system.locks import lock_file
-from arealite.system.names.name_registry import Entry, NameRegistry
+from arealite.system.names.name_registry import Entry, NameRegistry, with_externals
 
 SHOW_S = 5.0
 Config = TypeVar("Config", bound=SamplingRunConfig)

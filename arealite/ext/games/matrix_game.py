@@ -13,8 +13,8 @@ from arealite.api.env import Env
 from arealite.api.observation import Observation
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
-from arealite.base.data import read_toml
 from arealite.base.errors import UserError
+from arealite.base.files import read_toml
 from arealite.base.registry import unknown
 from arealite.ext.games.choices import chosen
 from arealite.ext.games.config import MatrixGameConfig, PrisonersDilemmaConfig

@@ -4,7 +4,7 @@ import msgspec
 
 from arealite.api.llm import LLMRequest
 from arealite.api.server_protocol import ServerAnswer, ServerProtocol, VersionSpan, mismatch
-from arealite.impl.client.answers import parse_version
+from arealite.impl.client.answer_checks import parse_version
 
 
 class TokenStream:

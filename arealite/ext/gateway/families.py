@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from arealite.base.data import read_toml
 from arealite.base.errors import UserError
+from arealite.base.files import read_toml
 from arealite.base.registry import unknown
 from arealite.ext.gateway.request_data import ParsedCall
 

@@ -21,7 +21,7 @@ from typing import Any
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import check_installed, extra_requirement
 from arealite.base.files import cache_folder
-from arealite.cli.line_wrap import fold
+from arealite.base.printable import fold
 
 PACKAGES = "gguf", "accelerate"
 """Packages with which transformers reads GGUF files."""

@@ -6,8 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from arealite.api.fields import Constraints, opt, sub
-from arealite.api.part_options import EnvOptions
+from arealite.api.fields import Constraints, EnvOptions, opt, sub
 from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError

@@ -11,13 +11,13 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 from traceback import extract_tb
 
+from arealite.api.rollout_messages import root_error
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.ext.adapters.blocking import Threads, start
 from arealite.ext.gateway.session import Endpoint
 from arealite.ext.harness.programs import AT, HarnessFailed
 from arealite.ext.rewards.user_functions import import_function
-from arealite.impl.rollout.failures import root_error
 
 THREADS = 256
 """Concurrent calls of a function that is not async, in one worker."""

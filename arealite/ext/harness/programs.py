@@ -20,13 +20,13 @@ import msgspec
 
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
+from arealite.base.files import make_locked
 from arealite.base.proxies import bypass_proxies
 from arealite.ext.gateway.session import Endpoint
 from arealite.ext.harness import confined
 from arealite.ext.harness.config import HarnessConfig
 from arealite.ext.sandbox.sandbox import bubblewrap, spawn, stop
 from arealite.impl.launcher.processes import GUARD, how_ended
-from arealite.system.locks import make_locked
 
 AT = "env.harness."
 KEPT = 1 << 16

@@ -11,8 +11,8 @@ from arealite.api.env import Env, envs
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.ext.machine.info import package
 
 HEAD = ("name", "seats", "tasks", "needs", "description")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig
 from arealite.api.fields import opt, sub
 from arealite.api.observation import ToolCall
 from arealite.api.trial import TrialConfig

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 
 DATA: dict[str, Any] = read_toml(__file__, "tokenizer_classes.toml")
 MISTRAL_SIZE = 100_000

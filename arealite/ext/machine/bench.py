@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 from transformers.utils import logging
 
 from arealite.base import log
-from arealite.cli.line_wrap import fold
+from arealite.base.printable import fold
 from arealite.ext.machine.command import PlannedCheck, line
 from arealite.impl.launcher.processes import PARENT, die_with_parent
 from arealite.impl.trainer.rank_group import World

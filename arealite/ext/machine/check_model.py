@@ -7,13 +7,13 @@ from tempfile import TemporaryDirectory
 
 from arealite.api.engine import Training
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.ext.embedded.embedded_server import EmbeddedServer
 from arealite.ext.self_check.check import SKIPPED, SelfCheck
 from arealite.ext.self_check.template import check_template
 from arealite.ext.weights.checksums import check_finite
-from arealite.impl.trainer.components import make_engine
+from arealite.impl.trainer.base import make_engine
 from arealite.impl.trainer.rank_group import World
 
 HOST = "127.0.0.1"

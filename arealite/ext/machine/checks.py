@@ -19,18 +19,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from arealite.api.engine import LossInput, Sequence, Training
+from arealite.api.engine import LossInput, Sequence, TrainEngine, Training, engines
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.model_folder import read_model
 from arealite.base.trial_files import TMPFS
 from arealite.cli import configs
-from arealite.cli.presets import CONFIG_DIR
+from arealite.cli.options import CONFIG_DIR
 from arealite.ext.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.ext.machine import estimates
 from arealite.ext.machine.bench import SEED, Bench
 from arealite.ext.prefix_trees.attention import HAS_FLASH_ATTN
-from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.trainer.base import read_engines, write_engines
 
 LR = 0.5
@@ -115,7 +114,7 @@ def update(bench: Bench, **options: Any) -> None:
     """Compare log-probabilities before and after one update, and the gradient's norm."""
     engine = make_engine(bench, "window", **options)
     expected = np.load(bench.folder / "window.npz")
-    bound = BOUNDS[engine.config.dtype]
+    bound = BOUNDS[options.get("dtype", FSDPConfig().dtype)]
     bench.bound("error", _max_error(bench, engine, expected["before"]), bound)
     stats = train(bench, engine)
     error_after = _max_error(bench, engine, expected["after"])
@@ -128,10 +127,10 @@ def update(bench: Bench, **options: Any) -> None:
 
 def replay(bench: Bench) -> None:
     """Train two engines with the same rows; their parameters must be equal bit for bit."""
-    engines = [make_engine(bench, optimizer=ADAMW) for _ in range(2)]
-    for engine in engines * 2:
+    twins = [make_engine(bench, optimizer=ADAMW) for _ in range(2)]
+    for engine in twins * 2:
         train(bench, engine)
-    fingerprints = {engine.fingerprint() for engine in engines}
+    fingerprints = {engine.fingerprint() for engine in twins}
     bench.require(
         len(fingerprints) == 1,
         "equal updates give different parameters: `arealite replay` reports differences here",
@@ -257,7 +256,7 @@ def step(bench: Bench, *, dtype: str) -> None:
     bench.numbers["tokens/s"] = round(size.tokens / seconds)
     bench.numbers["TFLOP/s"] = tflops
     square = torch.randn(4 * size.hidden, 4 * size.hidden, device=bench.device)
-    bench.numbers["of a product"] = _tflops_of_square(bench, square.to(engine.dtype))
+    bench.numbers["of a product"] = _tflops_of_square(bench, square.to(getattr(torch, dtype)))
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
     bench.numbers["MFU"] = _mfu(tflops, device_name, dtype)
 
@@ -389,10 +388,10 @@ def make_engine(
     *,
     optimizer: OptimizerConfig = SGD,
     **options: Any,
-) -> FSDPEngine:
+) -> TrainEngine:
     """Load a model of the bench; small micro-batches, so that there are several."""
     fsdp_options: Any = {"max_tokens_per_microbatch": 128} | options
-    return FSDPEngine(
+    return engines.get("fsdp")(
         FSDPConfig(**fsdp_options),
         model_path=str(bench.folder / model),
         seed=SEED,
@@ -401,23 +400,24 @@ def make_engine(
             lr=LR if optimizer is SGD else 1e-3,
             total_updates=1000,
         ),
+        head="lm",
     )
 
 
-def train(bench: Bench, engine: FSDPEngine) -> dict[str, float]:
+def train(bench: Bench, engine: TrainEngine) -> dict[str, float]:
     """Apply one update on the rows, which the ranks share; return its stats."""
     rows = make_rows(bench)
     rows_of_rank = rows[bench.world.rank :: bench.world.size]
     return engine.train_batch(rows_of_rank, weighted_loss)
 
 
-def outputs(bench: Bench, engine: FSDPEngine) -> np.ndarray:
+def outputs(bench: Bench, engine: TrainEngine) -> np.ndarray:
     """Return the log-probabilities of all rows; every rank computes them."""
     logprobs_by_row = engine.forward(make_rows(bench))["logprobs"]
     return np.concatenate(logprobs_by_row)
 
 
-def _max_error(bench: Bench, engine: FSDPEngine, expected: np.ndarray) -> float:
+def _max_error(bench: Bench, engine: TrainEngine, expected: np.ndarray) -> float:
     """Return the largest difference of the log-probabilities of all rows from `expected`."""
     differences = np.abs(outputs(bench, engine) - expected)
     return differences.max()

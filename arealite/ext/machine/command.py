@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from arealite.base.data import read_toml
 from arealite.base.errors import UserError
+from arealite.base.files import read_toml
 from arealite.base.folder_checks import check_folder
-from arealite.cli.line_wrap import fold
+from arealite.base.printable import fold
 from arealite.ext.diagnosis.exit_reason import exit_reason
 from arealite.ext.machine import info
 from arealite.ext.sglang.sglang_server import probe

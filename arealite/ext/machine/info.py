@@ -17,8 +17,8 @@ from pathlib import Path
 from arealite import __version__
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.extras import extra_requirement
+from arealite.base.printable import fold
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.cli.resolved import TABLES
 
 InfoLine = tuple[str, str]

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from arealite.api.engine import Sequence
+from arealite.api.engine import Sequence, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig, clients
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.cli import configs
-from arealite.cli.presets import CONFIG_DIR
+from arealite.cli.options import CONFIG_DIR
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.machine.bench import Bench
 from arealite.ext.machine.checks import BOUNDS, make_engine, train
-from arealite.impl.engine.fsdp import FSDPEngine
 
 PROMPT = [*range(5, 15)]
 
@@ -64,7 +63,7 @@ class Site:
             overrides.append(f"trainer.ppo.publisher.{name}={choice}")
         return configs.load(ExperimentConfig, CONFIG_DIR / "async_ppo.yaml", overrides)
 
-    def publish(self, engine: FSDPEngine, **options: str) -> PublishReport:
+    def publish(self, engine: TrainEngine, **options: str) -> PublishReport:
         """Publish an engine's weights as the next version."""
         config = self.config(**options)
         if self.bench.device.type == "cuda":  # each thread has its own current device
@@ -73,7 +72,7 @@ class Site:
         with closing(publisher_type(config, engine)) as publisher:
             return self.send(publisher, engine)
 
-    def send(self, publisher: WeightPublisher, engine: FSDPEngine) -> PublishReport:
+    def send(self, publisher: WeightPublisher, engine: TrainEngine) -> PublishReport:
         """Publish an engine's weights as the next version, through `publisher`."""
         self.version += 1
         on_device = publisher.takes_device_tensors
@@ -197,12 +196,12 @@ def _check_interrupted(
     site.bench.bound("error after", new_errors.max(initial=0.0), new_bound)
 
 
-def max_error(engine: FSDPEngine, answers: list[LLMResponse]) -> float:
+def max_error(engine: TrainEngine, answers: list[LLMResponse]) -> float:
     """Return the largest difference of a token's log-probability in several answers."""
     return max(float(errors(engine, answer).max()) for answer in answers)
 
 
-def errors(engine: FSDPEngine, answer: LLMResponse) -> np.ndarray:
+def errors(engine: TrainEngine, answer: LLMResponse) -> np.ndarray:
     """Return the difference of each token's log-probability from that of the engine."""
     tokens = [*PROMPT, *answer.output_ids]
     row = Sequence(

@@ -6,7 +6,7 @@ from itertools import islice
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.ext.datasets.task_forms import task_form
-from arealite.system.data.sources import read_rows
+from arealite.system.data.dataset import read_rows
 from arealite.system.data.tasks import GENERATED, file_parts, first_tasks
 
 SHOWN = 60

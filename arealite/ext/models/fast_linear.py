@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arealite.algo.linear import MatrixProducts
+from arealite.algo.logprobs import MatrixProducts
 from arealite.api.engine_extension import EngineExtension, EngineSetup
 from arealite.base.host import CPU_INFO, first_value
 

@@ -22,7 +22,7 @@ from arealite.base import config_tree, exit_record
 from arealite.base.config import Layer, dotlist, read_layers
 from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.base.exit_record import ERROR
-from arealite.cli import configs, presets
+from arealite.cli import configs, options
 from arealite.cli.preflight import is_self_served
 from arealite.ext.diagnosis.exit_reason import exit_reason
 from arealite.ext.hub.hub_model import hub_folder
@@ -97,7 +97,7 @@ def resolve(
         UserError: An argument is wrong.
     """
     names = [config] if isinstance(config, str | Path) else config
-    files = [presets.find(str(name)) for name in names]
+    files = [options.find_config(str(name)) for name in names]
     given_parts = {name: part for name, part in parts.items() if part is not None}
     layers = read_layers(files, user_words)
     arguments = dotlist(part_words(given_parts, imports=configs.imports_of(layers)))

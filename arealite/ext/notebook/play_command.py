@@ -15,22 +15,20 @@ from itertools import chain, islice
 from typing import Any, cast
 
 from arealite.api.agent import Agent, AgentFactory, agents
-from arealite.api.agent_config import AgentConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig, envs, make_env
 from arealite.api.episode import Action, Seat
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
+from arealite.base.config_tree import field_names
 from arealite.base.errors import ArealiteError, EpisodeError, UserError, first_of
+from arealite.base.printable import fold
 from arealite.base.registry import unknown
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
-from arealite.cli.resolved import field_names
 from arealite.ext.agents.config import ScriptedConfig
 from arealite.ext.gateway.families import HERMES
 from arealite.ext.gateway.parser import read_calls
-from arealite.impl.env.runtimes import make_env
 from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate, reads_columns
 

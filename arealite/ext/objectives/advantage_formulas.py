@@ -1,4 +1,4 @@
-"""Advantages besides GRPO's: leave-one-out, discounted returns, and GAE (see api/formulas.py).
+"""Advantages besides GRPO's: leave-one-out, discounted returns, and GAE (see api/algorithm.py).
 
 NumPy is fast enough for a few numbers per token. Shapes: N = sampled tokens of one trajectory in
 their order, without the tokens of observations.
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from arealite.algo.advantages import deviations
-from arealite.api.algorithm import AdvantageConfig
-from arealite.api.formulas import TokenAdvantage
+from arealite.api.algorithm import AdvantageConfig, TokenAdvantage
 
 
 def rloo(_config: AdvantageConfig, scores: Sequence[float]) -> list[float]:

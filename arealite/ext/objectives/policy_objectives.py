@@ -1,4 +1,4 @@
-"""Policy objectives besides PPO's: the term of each loss token (see api/formulas.py)."""
+"""Policy objectives besides PPO's: the term of each loss token (see api/algorithm.py)."""
 
 import torch
 

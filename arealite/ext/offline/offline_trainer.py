@@ -24,9 +24,8 @@ from arealite.base.errors import UserError
 from arealite.ext.offline.examples import Example, RowEncoder
 from arealite.ext.offline.rows import identity_of_rows, read_dataset
 from arealite.impl.engine.micro_batches import collate
-from arealite.impl.trainer.base import BaseTrainer
+from arealite.impl.trainer.base import BaseTrainer, Components, Engines, make_engine
 from arealite.impl.trainer.batch import Minibatch
-from arealite.impl.trainer.components import Components, Engines, make_engine
 from arealite.impl.trainer.metrics import ENGINE, Metrics
 from arealite.system.data.dataset import permutation
 

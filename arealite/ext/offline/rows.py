@@ -18,9 +18,8 @@ from arealite.ext.datasets.file_rows import parquet_columns
 from arealite.ext.datasets.hub_rows import is_saved
 from arealite.ext.offline.chat_rows import chat_row
 from arealite.ext.offline.examples import Example, RowEncoder
-from arealite.system.data.dataset import EMPTY, identity
+from arealite.system.data.dataset import EMPTY, identity, read_rows
 from arealite.system.data.forms import renamed
-from arealite.system.data.sources import read_rows
 from arealite.system.ledger.ledger import decode_header, open_read_only, read_any_format
 from arealite.system.ledger.payload_checks import decode_checked
 

@@ -10,8 +10,8 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.ext.offline.examples import ASSISTANT, Example
 from arealite.ext.offline.offline_trainer import OfflineTrainer, Unit
 from arealite.ext.offline.preference import bradley_terry, cross_entropy, make_dpo_loss
+from arealite.impl.trainer.base import Engines, make_reference
 from arealite.impl.trainer.batch import Minibatch
-from arealite.impl.trainer.components import Engines, make_reference
 
 PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
 

@@ -1,6 +1,6 @@
 """Divide rows of unequal length into micro-batches of prefix trees, end to end.
 
-A plan is a deterministic function of the rows (see `algo/packing.py`).
+A plan is a deterministic function of the rows (see `algo/partition.py`).
 """
 
 from bisect import bisect_left, insort

@@ -18,11 +18,10 @@ from pathlib import Path
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.base.trial_files import RunPaths
+from arealite.base.printable import fold
+from arealite.base.trial_files import RunPaths, step_of
 from arealite.cli import configs
-from arealite.cli.line_wrap import fold
 from arealite.cli.options import run_parser
-from arealite.cli.resume import step_of
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.ledger.ledger import meta_number, open_read_only, read_any_format
 

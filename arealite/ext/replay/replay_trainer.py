@@ -20,7 +20,7 @@ from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.errors import ArealiteError, InvariantError
-from arealite.impl.trainer.components import Components, load_ppo_engines
+from arealite.impl.trainer.base import Components, load_ppo_engines
 from arealite.impl.trainer.rank_group import World
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from arealite.system.ledger.payload_checks import find_mismatch

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from arealite.api.fields import Constraints, opt, sub
-from arealite.api.part_options import RewardOptions
+from arealite.api.fields import Constraints, RewardOptions, opt, sub
 
 
 @dataclass(frozen=True, kw_only=True)

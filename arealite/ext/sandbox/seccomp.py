@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from errno import ENOSYS, EPERM
 from struct import pack
 
-from arealite.base.data import read_toml
 from arealite.base.errors import UserError
+from arealite.base.files import read_toml
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH, and the column of the numbers in CALLS."""

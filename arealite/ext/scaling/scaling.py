@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import OpenGroups, WorkerLimits
 from arealite.base import log
 from arealite.ext.scaling.autoscale import Autoscaler, Reading
-from arealite.system.datapipe.datapipe import Datapipe
-from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.workers import Workers
 from arealite.system.names.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -35,8 +33,8 @@ class Scaling:
 
     config: ExperimentConfig
     registry: NameRegistry
-    store: GroupStore
-    workers: Workers
+    groups: OpenGroups
+    workers: WorkerLimits
 
     def __post_init__(self) -> None:
         collector = self.config.trainer.ppo.collector
@@ -52,7 +50,7 @@ class Scaling:
         target = self.min_concurrency * self.min_workers
         self._scaler = Autoscaler(utilisation=self.options.utilisation, target=target)
         self._readings: list[Reading] = []
-        self._step = self.store.next_step
+        self._step = self.groups.next_step
         self._spare_periods = 0
         """Consecutive periods in which one worker fewer would be enough."""
         self._silent_periods = 0
@@ -80,11 +78,12 @@ class Scaling:
 
     def take_batch(self) -> None:
         """Update the damping factor if a batch was composed since the last call."""
-        store = self.store
-        if store.next_step > self._step:
-            allowed_groups = store.ppo.max_staleness * store.ppo.num_groups
-            self._scaler.adjust_damping(store.counts["complete"], allowed=allowed_groups)
-        self._step = store.next_step
+        ppo = self.config.trainer.ppo
+        next_step = self.groups.next_step
+        if next_step > self._step:
+            allowed_groups = ppo.max_staleness * ppo.num_groups
+            self._scaler.adjust_damping(self.groups.counts["complete"], allowed=allowed_groups)
+        self._step = next_step
 
     def metrics(self) -> dict[str, float]:
         """Return the desired numbers and the damping factor."""
@@ -192,15 +191,18 @@ def worker_index(worker_id: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def scaling_of(datapipe: Datapipe) -> Scaling | None:
+def scaling_of(
+    config: ExperimentConfig,
+    registry: NameRegistry,
+    groups: OpenGroups,
+    workers: WorkerLimits,
+) -> Scaling | None:
     """Return the scaling of a datapipe; None if `autoscale` is off."""
-    config = datapipe.config
-    is_enabled = config.trainer.ppo.collector.autoscale.enabled
-    if not is_enabled or datapipe.registry is None:
+    if not config.trainer.ppo.collector.autoscale.enabled:
         return None
     return Scaling(
         config=config,
-        registry=datapipe.registry,
-        store=datapipe.machine.store,
-        workers=datapipe.machine.workers,
+        registry=registry,
+        groups=groups,
+        workers=workers,
     )

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import Package, opt, sub
-from arealite.api.part_options import ServerOptions
+from arealite.api.fields import Package, ServerOptions, opt, sub
 from arealite.base.extras import extra_requirement
 
 

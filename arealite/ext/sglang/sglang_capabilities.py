@@ -4,12 +4,8 @@ Versions of SGLang differ in pause modes, weight-update sessions and routes. No 
 on a version number.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
+from arealite.api.server_protocol import Json
 from arealite.impl.publisher.control import Capabilities
-
-Json = Mapping[str, Any]
 
 
 def read_capabilities(spec: Json, info: Json, meta: Json) -> Capabilities:

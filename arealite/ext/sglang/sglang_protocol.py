@@ -27,7 +27,7 @@ STREAM_INTERVAL = 8
 it runs with --incremental-streaming-output."""
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class SGLangRequestBody(msgspec.Struct, kw_only=True):
     """A request to /generate."""
 
     rid: str
@@ -69,7 +69,7 @@ class Meta(msgspec.Struct, kw_only=True):
     """base64 of int32 [tokens, layers, experts per token]; only at the end of the request."""
 
 
-class AnswerBody(msgspec.Struct, kw_only=True):
+class SGLangAnswerBody(msgspec.Struct, kw_only=True):
     """A response of /generate."""
 
     output_ids: list[int]
@@ -78,7 +78,7 @@ class AnswerBody(msgspec.Struct, kw_only=True):
 
 
 encode_body = msgspec.json.Encoder().encode
-decode_body = msgspec.json.Decoder(AnswerBody).decode
+decode_body = msgspec.json.Decoder(SGLangAnswerBody).decode
 
 
 class SGLangProtocol(ServerProtocol):
@@ -99,7 +99,7 @@ class SGLangProtocol(ServerProtocol):
         }
         if request.is_stream:
             sampling_params["stream_interval"] = STREAM_INTERVAL
-        body = GenerateBody(
+        body = SGLangRequestBody(
             rid=request.rid,
             input_ids=request.input_ids,
             sampling_params=sampling_params,
@@ -173,7 +173,7 @@ class SGLangProtocol(ServerProtocol):
         return total_load(msgspec.json.decode(raw, type=Json))
 
 
-def _logprobs(body: AnswerBody) -> list[float]:
+def _logprobs(body: SGLangAnswerBody) -> list[float]:
     """Return the logprob of each output token.
 
     Raises:
@@ -187,7 +187,7 @@ def _logprobs(body: AnswerBody) -> list[float]:
     return logprobs  # type: ignore[return-value]
 
 
-def _cut_earlier(body: AnswerBody, num_before: int, num_tokens: int) -> None:
+def _cut_earlier(body: SGLangAnswerBody, num_before: int, num_tokens: int) -> None:
     """Remove the tokens that earlier events of a stream had.
 
     Args:

@@ -21,8 +21,7 @@ from arealite.base.signals import on_stop
 from arealite.ext.sglang.sglang_process import Launch, SGLangProcess
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import take_ports
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import FILE
+from arealite.system.names.name_registry import SECRET_FILE, NameRegistry
 
 logger = log.get(__name__)
 
@@ -296,5 +295,5 @@ def command(
     start = ["-m", "sglang.launch_server"]
     registry = NameRegistry.of(config)
     if registry.secret is not None:
-        start = ["-c", BOOT, str(registry.root / FILE)]
+        start = ["-c", BOOT, str(registry.root / SECRET_FILE)]
     return [python, *start, *words, *switches, *options.extra_args]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from arealite.api.tool import Tool, ToolError, function
 from arealite.base.errors import UserError
 from arealite.ext.tools.config import SearchToolConfig
-from arealite.system.data.sources import jsonl_rows
+from arealite.system.data.dataset import jsonl_rows
 
 MAX_WORDS = 32
 """Words of a query that are used; further words are ignored."""

@@ -3,7 +3,7 @@
 import re
 from functools import cache
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 
 
 @cache

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
 from arealite.ext.audit.audit_queries import TRAINED

@@ -17,11 +17,11 @@ from arealite.api.trainer import TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
+from arealite.base.files import folder_time
 from arealite.base.trial_files import RunPaths
 from arealite.ext.diagnosis import diagnosis
 from arealite.impl.logger.metrics_file import MetricsFile, MetricsLine, is_step
-from arealite.system.clocks import folder_time
-from arealite.system.health.role_status import RoleStatus, read_roles
+from arealite.system.health.vitals import RoleStatus, read_roles
 from arealite.system.names.name_registry import Entry, NameRegistry
 
 WINDOW = 20

@@ -9,12 +9,12 @@ from typing import cast
 from arealite.api.experiment_config import ExperimentConfig, name_dir
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
+from arealite.base.printable import fold
 from arealite.base.trial_files import RunPaths
-from arealite.cli.line_wrap import fold
 from arealite.cli.options import run_parser
 from arealite.ext.diagnosis.diagnosis import examine
 from arealite.ext.diagnosis.explain import explain
-from arealite.system.health.role_status import read_roles
+from arealite.system.health.vitals import read_roles
 
 
 def main(argv: Sequence[str]) -> int:

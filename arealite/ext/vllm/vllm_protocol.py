@@ -41,7 +41,7 @@ GAUGE = re.compile(rb"^vllm:num_requests_(running|waiting)\{[^}]*\} ([0-9.e+]+)$
 """Lines of /metrics with the load of one engine."""
 
 
-class GenerateBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+class VLLMRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A request to /inference/v1/generate."""
 
     request_id: str
@@ -63,7 +63,7 @@ class LogprobList(msgspec.Struct, kw_only=True):
     content: list[TokenLogprob] | None = None
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class OutputChoice(msgspec.Struct, kw_only=True):
     """The output of a request, or its new tokens in an event of a stream."""
 
     token_ids: list[int] | None = None
@@ -75,14 +75,14 @@ class Choice(msgspec.Struct, kw_only=True):
     """base64 of an .npy file: integers [tokens - 1, layers, experts per token]."""
 
 
-class AnswerBody(msgspec.Struct, kw_only=True):
+class VLLMAnswerBody(msgspec.Struct, kw_only=True):
     """A response of /inference/v1/generate."""
 
-    choices: list[Choice]
+    choices: list[OutputChoice]
 
 
 encode_body = msgspec.json.Encoder().encode
-decode_body = msgspec.json.Decoder(AnswerBody).decode
+decode_body = msgspec.json.Decoder(VLLMAnswerBody).decode
 
 
 class VLLMProtocol(ServerProtocol):
@@ -118,7 +118,7 @@ class VLLMProtocol(ServerProtocol):
             sampling_params["stream_interval"] = STREAM_INTERVAL
         if request.with_routing:
             sampling_params["routed_experts_prompt_start"] = request.routing_start
-        body = GenerateBody(
+        body = VLLMRequestBody(
             request_id=request.rid,
             token_ids=request.input_ids,
             sampling_params=sampling_params,
@@ -196,7 +196,7 @@ class VLLMProtocol(ServerProtocol):
         return load
 
 
-def _logprobs(choice: Choice, output_ids: list[int]) -> list[float]:
+def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:
     """Return the logprob of each token of a choice.
 
     Raises:

@@ -18,8 +18,8 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base import log
-from arealite.base.data import read_toml
 from arealite.base.errors import EpisodeError, UserError
+from arealite.base.files import read_toml
 from arealite.ext.web import webarena_checks as checks
 from arealite.ext.web.browser.chromium import Browser
 from arealite.ext.web.browser.page_episode import play

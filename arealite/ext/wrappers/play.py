@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs, make_env
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, Request, ToolCall
 from arealite.api.reward import rewards
@@ -43,7 +42,6 @@ from arealite.ext.hosting.server_config import (
     StepReply,
 )
 from arealite.ext.wrappers.wrappers import Wrapper, wrapped
-from arealite.impl.env.runtimes import make_env
 from arealite.system.data.dataset import make_task
 from arealite.system.data.tasks import generate
 

@@ -5,7 +5,7 @@ differently.
 """
 
 from arealite.api.agent import Agent
-from arealite.api.agent_config import MathCodeSingleStepConfig
+from arealite.api.collector_config import MathCodeSingleStepConfig
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage, messages, observe

@@ -19,7 +19,7 @@ from arealite.api.server_protocol import AnswerStream, GenerateRequest, ServerAn
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
-from arealite.impl.client import answers
+from arealite.impl.client import answer_checks
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.impl.http_client import Pool, error_message
@@ -177,7 +177,7 @@ class ServersClient(LLMClient):
             )
             if server is None:
                 server = await self._wait_for_server(generation)
-            answers.check_request(request, server.vocab_size, server.context_length)
+            answer_checks.check_request(request, server.vocab_size, server.context_length)
             acknowledged = server.version
             answer = await self._attempt(generation, server)
             if answer is None:
@@ -342,10 +342,10 @@ class ServersClient(LLMClient):
         """
         newest = acknowledged
         if answer.newest_version is not None:
-            newest = answers.parse_version(answer.newest_version)
+            newest = answer_checks.parse_version(answer.newest_version)
         # Without spans all tokens get the version acknowledged before sending, or the version of
         # the answer if that is lower: then the server restarted in between.
-        versions = answers.token_versions(answer, min(acknowledged, newest))
+        versions = answer_checks.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
             server.version = newest  # restarted with old weights after its entry was renewed
             server.mark_entry_stale()
@@ -358,7 +358,7 @@ class ServersClient(LLMClient):
         generation.logprobs += answer.logprobs
         generation.versions += versions
         if self._experts is not None:
-            routing = answers.routing(answer, self._experts, generation.routed_tokens)
+            routing = answer_checks.routing(answer, self._experts, generation.routed_tokens)
             generation.add_routing(routing, self._experts.token_bytes)
         generation.interruptions += answer.num_retractions
         if versions:
@@ -369,7 +369,7 @@ class ServersClient(LLMClient):
         if answer.finish not in (None, "abort") or answer.is_refusal:
             raise GenerationRefused(f"finish reason {answer.finish}: {answer.finish_message}")
         generation.interruptions += 1
-        return answers.end_of_aborted(
+        return answer_checks.end_of_aborted(
             answer,
             generation.request.sampling,
             len(generation.output_ids),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from arealite.algo.packing import padded
+from arealite.algo.partition import padded
 from arealite.api.engine import (
     Head,
     LossFn,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from arealite.algo.schedules import learning_rate
 from arealite.api.engine import Training
+from arealite.api.engine_config import OptimizerConfig
 from arealite.base.errors import InvariantError
 
 FIRST_SCALE = 2.0**16
@@ -208,3 +208,36 @@ def _global_norm(shards: list[torch.Tensor], *, copies: int) -> float:
     if not torch.isfinite(square):
         return math.inf
     return math.sqrt(float(square))
+
+
+def learning_rate(
+    update: int,
+    *,
+    lr: float,
+    total: int,
+    config: OptimizerConfig,
+) -> float:
+    """Return the learning rate of an optimizer update.
+
+    A linear warm-up over `warmup_steps` updates begins at lr / warmup_steps. Then the rate is
+    constant, or a linear or cosine decay reaches lr · min_lr_ratio at the last update.
+
+    Args:
+        update: Number of the update, from 0.
+        lr: The learning rate after the warm-up.
+        total: Number of updates; later ones keep the last rate.
+        config: Options of the schedule.
+    """
+    warmup = config.warmup_steps
+    if update < warmup:
+        return lr * (update + 1) / warmup
+    if config.schedule == "constant":
+        return lr
+    num_decays = max(1, total - 1 - warmup)
+    progress = min(1.0, (update - warmup) / num_decays)
+    if config.schedule == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    min_ratio = config.min_lr_ratio
+    return lr * (min_ratio + (1.0 - min_ratio) * share)

@@ -1,28 +1,7 @@
-"""Create environments where `runtime.type` places them."""
+"""The runtime `in_process`: the environment runs in the rollout worker."""
 
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
-from arealite.api.runtime import runtimes
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.trial import TrialConfig
-
-
-def make_env(
-    args: TrialConfig,
-    config: EnvConfig,
-) -> Env:
-    """Create an environment where `config.runtime` places it.
-
-    Call its `setup` before the first episode.
-
-    Args:
-        args: The run's config.
-        config: The environment's type, options and runtime.
-
-    Raises:
-        UserError: The runtime is unknown, or an option of it is missing.
-    """
-    make = runtimes.get(config.runtime.type)
-    return make(args, config)
 
 
 def in_process(

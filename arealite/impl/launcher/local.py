@@ -21,17 +21,15 @@ from arealite.api.launcher import Launcher
 from arealite.base import entries, exit_record
 from arealite.base.errors import ArealiteError, RoleError, UserError, one_line
 from arealite.base.exit_record import ExitRecord
+from arealite.base.files import remove_unlocked
 from arealite.base.signals import on_stop
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher import processes, supervisor
-from arealite.impl.launcher.processes import Child
+from arealite.impl.launcher.processes import Child, NewProcesses, RoleStarter, starters
 from arealite.impl.launcher.progress import RunProgress
-from arealite.impl.launcher.role_starter import NewProcesses, RoleStarter, starters
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
 from arealite.system.health import vitals, waits
-from arealite.system.health.role_status import read_roles
-from arealite.system.health.vitals import STACKS_REQUEST
-from arealite.system.locks import remove_unlocked
+from arealite.system.health.vitals import STACKS_REQUEST, read_roles
 from arealite.system.names.name_registry import NameRegistry
 
 REFRESH_S = 0.5

@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from arealite.api.engine import Named
 from arealite.api.publisher import PublishReport
 from arealite.base.errors import RoleError, UserError
+from arealite.base.files import make_locked
 from arealite.base.folder_checks import check_address
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
-from arealite.system.locks import make_locked
 from arealite.system.names.name_registry import Entry
 
 

@@ -15,19 +15,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector_config import PartConfig
-from arealite.api.env import Env
+from arealite.api.env import Env, make_env
 from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient
 from arealite.api.payloads import Payload
-from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
+from arealite.api.rollout_messages import (
+    FATAL,
+    PLACE,
+    Episode,
+    Failure,
+    Lease,
+    TurnHeader,
+    make_failure,
+    root_error,
+)
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
-from arealite.impl.env.runtimes import make_env
-from arealite.impl.rollout.failures import FATAL, PLACE, make_failure, root_error
 from arealite.impl.rollout.resumed_turns import recorded_turns, unsent_turns
 from arealite.impl.rollout.tree_maker import make_tree
 from arealite.system.health.waits import Wait, is_cancelled

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient
-from arealite.api.rollout_messages import Episode, Lease
+from arealite.api.rollout_messages import Episode, Lease, root_error
 from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.impl.rollout.collector import Collector, EpisodeKey
-from arealite.impl.rollout.failures import root_error
 from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from arealite.algo.advantages import group_advantages
-from arealite.api.formulas import GroupAdvantage, TokenAdvantage
+from arealite.api.algorithm import GroupAdvantage, TokenAdvantage
 from arealite.api.hooks import RewardChange, RewardChangeMaker, TokenMaskMaker
 from arealite.api.trainer import PPOConfig
 from arealite.base import entries

@@ -20,10 +20,9 @@ from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import entries, log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.impl.trainer import metrics
-from arealite.impl.trainer.base import BaseTrainer
+from arealite.impl.trainer.base import BaseTrainer, Components, load_ppo_engines
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.batch_advantages import compute_advantages
-from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.evaluation import Evaluations
 from arealite.impl.trainer.metrics import Metrics
 from arealite.system.links.trainer_link import TrainerLink

@@ -11,15 +11,13 @@ from itertools import cycle, islice, product
 from msgspec import structs
 
 from arealite.api.collector_config import PartConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.part_options import EnvOptions
+from arealite.api.fields import EnvOptions
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
-from arealite.system.data.sources import plain_row
+from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, plain_row, read_tasks
 
 FIRST_ROWS = 1000
 """Number of rows at the beginning of a file that are checked before a run starts."""

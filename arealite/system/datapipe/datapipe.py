@@ -26,7 +26,7 @@ from arealite.api.trainer_messages import BatchRequest
 from arealite.base import entries, log
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.system.data.dataset import identity
+from arealite.system.data.dataset import identity, make_sampler
 from arealite.system.datapipe.effects import (
     AfterCommit,
     AuditLedger,
@@ -39,12 +39,10 @@ from arealite.system.datapipe.effects import (
 )
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.ledger_upkeep import Upkeep
 from arealite.system.datapipe.machine import Machine
-from arealite.system.datapipe.task_order import make_sampler
 from arealite.system.datapipe.workers import ActiveLease, Worker, Workers
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
-from arealite.system.ledger.writer import LedgerWriter
+from arealite.system.ledger.writer import LedgerWriter, Upkeep
 from arealite.system.links import wire
 from arealite.system.names.name_registry import NameRegistry
 
@@ -101,15 +99,16 @@ class Datapipe:
             workers=Workers(ttl_s=config.datapipe.lease_ttl_s),
             vocab_size=vocab_size(read_json(config.model.path)) or MAX_VOCAB_SIZE,
         )
-        self.controls = self._make_controls() if self.registry is not None else []
+        self.controls = self._make_controls(self.registry) if self.registry is not None else []
         self._refusals = 0
         """Connections refused because of another secret."""
         self._done = asyncio.Event()
 
-    def _make_controls(self) -> list[DatapipeControl]:
+    def _make_controls(self, registry: NameRegistry) -> list[DatapipeControl]:
         """Return what adapts this datapipe while it runs, such as the number of workers."""
         makers: list[DatapipeControlMaker] = entries.hooks("datapipe_control")
-        return entries.results(makers, self)
+        machine = self.machine
+        return entries.results(makers, self.config, registry, machine.store, machine.workers)
 
     # ------------------------------------------------------------ lifecycle
 

@@ -12,15 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from arealite.algo import staleness
 from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
-from arealite.api.task import Task
-from arealite.api.task_sampler import TaskSampler
+from arealite.api.task import Task, TaskSampler
 from arealite.api.trainer import PPOConfig
 from arealite.system.datapipe.filtered import STALE, FilterStreak
-from arealite.system.ledger.group import LOST, Group, can_recompose
+from arealite.system.ledger.group import FAILURE_WINDOW, LOST, Group, can_recompose
 from arealite.system.ledger.ledger import Ledger, meta_number
-
-FAILURE_WINDOW = 256
-"""Number of recent episodes in the share of failures."""
 
 
 class GroupStore:

@@ -1,7 +1,7 @@
 """Writes the vitals of a process to a file: heartbeat, waits, event loop lag, CPU times.
 
 A separate thread writes them, because the rest of the process may hang. Errors of this thread are
-suppressed. The extension `diagnosis` reads the files.
+suppressed. `read_roles` reads the files, for the launcher and for extensions.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ import msgspec
 
 from arealite.base import entries, log, signals
 from arealite.base.exit_record import COLLECTIVES
-from arealite.base.files import replacing
+from arealite.base.files import folder_time, replacing
 from arealite.system.health import waits
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ TICK_S = 0.1
 """Seconds between two timer callbacks in a watched event loop."""
 BLOCKED_S = 1.0
 """An event loop that runs no callback for this long is reported as blocked."""
+FORGET_DEAD_S = 60.0
+"""A role that died this long ago is reported only if another role waits for it."""
 MAX_GROUPS = 30
 STACK_FRAMES = 12
 STACKS_REQUEST = "ask"
@@ -357,3 +360,52 @@ def _kind_word(name: str) -> str:
 def frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread."""
     return sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleStatus:
+    """State of one process, from its vitals and from the kernel."""
+
+    vitals: Vitals
+    age_s: float
+    """Seconds since the last heartbeat."""
+    state: str
+    """The kernel's state letter of the process; "X" if it is gone, "" if it is on another host."""
+
+    @property
+    def name(self) -> str:
+        return self.vitals.name
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process exists; on another host, whether its heartbeat is recent."""
+        return self.state not in "XZ" if self.state else self.age_s < FORGET_DEAD_S
+
+
+def read_roles(folder: Path) -> list[RoleStatus]:
+    """Read the vitals in `folder`, and the kernel's state of each process of this host."""
+    roles: list[RoleStatus] = []
+    now = folder_time(folder)
+    for path in sorted(folder.glob("[!.]*.json")):
+        try:
+            vitals = msgspec.json.decode(path.read_bytes(), type=Vitals)
+            age_s = now - path.stat().st_mtime
+        except (OSError, msgspec.DecodeError):
+            continue  # removed in the meantime
+        state = ""
+        if vitals.host == socket.gethostname():
+            age_s = min(age_s, time.monotonic() - vitals.clock)
+            state = _kernel_state(vitals)
+        roles.append(RoleStatus(vitals=vitals, age_s=max(0.0, age_s), state=state))
+    return roles
+
+
+def _kernel_state(vitals: Vitals) -> str:
+    """Return the state letter of a process of this host; "X" if it is gone, "" if unknown."""
+    if not vitals.started:
+        return ""
+    process = process_state(vitals.pid)
+    if process is None:
+        return "X"
+    state, started = process
+    return state if started == vitals.started else "X"

@@ -17,6 +17,8 @@ from arealite.api.trajectory import TrajectoryHeader
 
 LOST = "worker_lost"
 """Failure class of an episode whose worker died or lost its lease."""
+FAILURE_WINDOW = 256
+"""Number of recent episodes in the share of failures."""
 BACK_OFF_S = 0.2
 """Delay after the first failure of an episode; each further failure doubles it."""
 MAX_BACK_OFF_S = 5.0

@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from arealite.api.rollout_messages import FromWorker, ToWorker
 from arealite.api.trainer_messages import FromTrainer, ToTrainer
-from arealite.system.names.trial_secret import Secret
+from arealite.system.names.name_registry import Secret
 
 READ_SLICE_S = 0.005
 """Maximum time for which one callback reads messages before other tasks run."""

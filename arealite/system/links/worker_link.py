@@ -20,7 +20,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.system.health.waits import Wait
 from arealite.system.links import wire
-from arealite.system.names.trial_secret import Secret
+from arealite.system.names.name_registry import Secret
 
 logger = log.get(__name__)
 

@@ -1,17 +1,22 @@
-"""Registry in which the processes of a trial find each other.
+"""Registry in which the processes of a trial find each other, and their secret.
 
 A name is a small JSON file that heartbeats renew. Files need no service: a laptop, Slurm and Ray
-all have a folder that every host can read.
+all have a folder that every host can read. The secret of a trial is 32 random bytes in a file that
+only its owner can read. The processes of a trial derive their token and their ZeroMQ keys from it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import os
+import re
+import secrets
+import stat
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -19,17 +24,94 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig, name_dir
-from arealite.base import log
+from arealite.api.hooks import ServerRegistrar
+from arealite.base import entries, log
 from arealite.base.errors import UserError
+from arealite.base.files import folder_time
 from arealite.base.folder_checks import check_folder
-from arealite.system.clocks import folder_time
 from arealite.system.health.waits import Wait
-from arealite.system.names.trial_secret import Secret, create_secret, read_secret
 
 logger = log.get(__name__)
 
 POLL_S = 0.1
 """Seconds between two polls of `wait`; no file event works on every file system."""
+
+SECRET_FILE = "secret"
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secret:
+    """The secret of one trial."""
+
+    key: bytes = field(repr=False)
+
+    @property
+    def token(self) -> str:
+        """The bearer token of the trial's HTTP servers."""
+        return self.derive("http").hex()
+
+    def derive(self, purpose: str) -> bytes:
+        """Return 32 bytes for a purpose; they reveal neither the secret nor bytes derived for
+        another purpose."""
+        return hmac.digest(self.key, purpose.encode(), "sha256")
+
+
+def read_secret(folder: Path) -> Secret | None:
+    """Return the secret of the trial whose names are in `folder`; None if it has none.
+
+    Raises:
+        UserError: the file is not a secret, or other users can read it.
+    """
+    path = folder / SECRET_FILE
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
+            status = os.fstat(file.fileno())
+            digits = file.read(1024)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UserError(
+            f"{path} must be yours and of mode 0600. Run chmod 600, then arealite secret --rotate."
+        )
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}\s*", digits):
+        raise UserError(f"{path} is not a secret of {SECRET_BYTES} bytes. Remove it.")
+    return Secret(key=bytes.fromhex(digits))
+
+
+def create_secret(folder: Path) -> Secret:
+    """Return the trial's secret; create it if there is none. Processes may call this in parallel.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    return read_secret(folder) or put_secret(folder, os.link)
+
+
+def put_secret(folder: Path, put: Callable[[str, Path], None]) -> Secret:
+    """Write a new secret to a temporary file; `put` (os.link or os.replace) moves it in place."""
+    name = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".secret-")  # mode 0600
+        with open(handle, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+        with suppress(FileExistsError):  # another process of the trial was faster
+            put(name, folder / SECRET_FILE)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the secret in {folder}: {error.strerror}. "
+            "Set cluster.name_root to a folder that is writable."
+        ) from error
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+    secret = read_secret(folder)
+    assert secret is not None
+    return secret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,3 +371,20 @@ class NameRegistry:
                 if len(entries) >= count:
                     return entries
                 await asyncio.sleep(POLL_S)
+
+
+async def with_externals(
+    config: ExperimentConfig, work: Coroutine[object, object, None], *, updates: bool = True
+) -> None:
+    """Await `work`; meanwhile keep the name entries of the external servers up to date."""
+    registrars: list[ServerRegistrar] = entries.hooks("server_registrar")
+    upkeeps = [registrar(config, updates=updates) for registrar in registrars]
+    upkeeps = [upkeep for upkeep in upkeeps if upkeep is not None]
+    if not upkeeps:
+        await work
+        return
+    async with asyncio.TaskGroup() as tasks:
+        externals = [tasks.create_task(upkeep, name="external servers") for upkeep in upkeeps]
+        await work
+        for external in externals:
+            external.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.base.errors import UserError

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from arealite.api.agent import Agent, AgentConfig, AgentFactory
+from arealite.api.agent import Agent, AgentFactory
+from arealite.api.collector_config import AgentConfig
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.system.data.templates import encode

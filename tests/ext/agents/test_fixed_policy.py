@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
-from arealite.api.collector_config import CollectorConfig
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.agent import Agent, AgentFactory, agents
+from arealite.api.collector_config import AgentConfig, CollectorConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig, name_dir
 from arealite.api.llm import LLMClientConfig, SamplingConfig, ServersClientConfig

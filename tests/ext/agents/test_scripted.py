@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, AgentFactory
+from arealite.api.agent import Agent, AgentFactory
+from arealite.api.collector_config import AgentConfig
 from arealite.api.episode import Seat
 from arealite.api.observation import Observation
 from arealite.base.errors import RewardNotFinite, UserError

@@ -11,8 +11,8 @@ from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger, decode_header, open_read_only
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 

@@ -10,8 +10,8 @@ import pytest
 
 from arealite.base import config as base_config
 from arealite.ext.audit.audit import audit
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 

@@ -14,8 +14,7 @@ from arealite.base import config as base_config
 from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
 from arealite.cli import main as cli
-from arealite.impl.trainer.base import write_engines
-from arealite.impl.trainer.components import make_engine
+from arealite.impl.trainer.base import make_engine, write_engines
 from arealite.impl.trainer.rank_group import World
 from tests.models import tiny_model
 

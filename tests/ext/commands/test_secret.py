@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from arealite.cli.main import main
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import create_secret, read_secret
+from arealite.system.names.name_registry import NameRegistry, create_secret, read_secret
 
 
 @pytest.fixture

@@ -8,14 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from arealite.api.datapipe_config import CurriculumConfig, DatapipeConfig
-from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.experiment_config import CurriculumConfig, DatapipeConfig, ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.curriculum.curriculum import Curriculum
-from arealite.system.data.dataset import permutation
+from arealite.system.data.dataset import make_sampler, permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import make_sampler
 from tests.payloads import GARBAGE
 from tests.system.datapipe.stores import OpenStore
 from tests.system.scenes import episode, failed

@@ -16,8 +16,7 @@ from arealite.base.errors import UserError
 from arealite.ext.datasets.task_forms import boxed, task_form
 from arealite.ext.offline import rows as chats
 from arealite.ext.offline.chat_rows import chat_form, chat_row
-from arealite.system.data.dataset import identity, load_tasks
-from arealite.system.data.sources import read_rows
+from arealite.system.data.dataset import identity, load_tasks, read_rows
 from tests.system.data.test_dataset import jsonl, parquet
 
 USER = {"role": "user", "content": "1+1?"}

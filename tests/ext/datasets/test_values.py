@@ -23,13 +23,11 @@ import pytest
 import torch
 from pyarrow import parquet as parquet_files
 
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.ext.notebook.objects import data_path
-from arealite.system.data.dataset import load_tasks
-from arealite.system.data.sources import read_rows
+from arealite.system.data.dataset import load_tasks, read_rows
 from arealite.system.data.tasks import generate
 
 DOCS = Path(__file__).parents[3] / "docs/data.md"

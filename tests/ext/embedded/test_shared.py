@@ -17,7 +17,7 @@ import torch
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.publisher import PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError, UserError

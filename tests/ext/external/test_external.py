@@ -20,9 +20,8 @@ from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.llm_server import ExternalServersConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
-from arealite.cli import role
 from arealite.ext.external import external_servers
-from arealite.system.names.name_registry import NameRegistry
+from arealite.system.names.name_registry import NameRegistry, with_externals
 from tests.fakes.deadlines import WaitExpirer
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually
@@ -310,9 +309,9 @@ async def test_datapipe_registers_external_servers_while_it_runs(tmp_path: Path)
         names = NameRegistry.of(config)
         async with asyncio.timeout(60):
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(role.with_externals(config, over.wait()))  # type: ignore[arg-type]
+                tasks.create_task(with_externals(config, over.wait()))  # type: ignore[arg-type]
                 while not names.list("llm_server"):  # noqa: ASYNC110  (files have no event)
                     await asyncio.sleep(0.02)
                 over.set()
         assert not names.list("llm_server")
-        await role.with_externals(replace(config, llm_server=ExternalServersConfig()), over.wait())  # type: ignore[arg-type]
+        await with_externals(replace(config, llm_server=ExternalServersConfig()), over.wait())  # type: ignore[arg-type]

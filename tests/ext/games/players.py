@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, make_env
 from arealite.api.episode import Action, Seat
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.api.turns import Turn
-from arealite.impl.env.runtimes import make_env
 from tests.fakes.client import response
 
 

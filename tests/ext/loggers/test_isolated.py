@@ -18,7 +18,7 @@ from arealite.api.trial import ClusterConfig
 from arealite.ext.loggers import isolated
 from arealite.ext.loggers.isolated import IsolatedLogger, without_secrets
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.impl.trainer.components import open_loggers
+from arealite.impl.trainer.base import open_loggers
 
 does: dict[str, Callable[[], Any]] = {}
 """Behaviour of each call, by name."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arealite.base.data import read_toml
 from arealite.base.errors import UserError
+from arealite.base.files import read_toml
 from arealite.ext.machine import check_command, command
 
 TABLE = read_toml(command.__file__, "rows.toml")

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from arealite.api.agent import AgentConfig, AgentFactory
-from arealite.api.env_config import EnvConfig
+from arealite.api.agent import AgentFactory
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig, make_env
 from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.ext.math.config import MathEnvConfig
-from arealite.impl.env.runtimes import make_env
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from arealite.algo import linear as blocks
-from arealite.algo.linear import MatrixProducts, products
+from arealite.algo import logprobs as blocks
+from arealite.algo.logprobs import MatrixProducts, products
 from arealite.ext.models import fast_linear as linear
 from arealite.ext.models.fast_linear import OneDNNProducts
 

@@ -33,8 +33,8 @@ from arealite.ext.offline.config import DPOConfig, OfflineConfig, SFTConfig
 from arealite.ext.offline.offline_trainer import OfflineTrainer
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
+from arealite.impl.trainer.base import Components
 from arealite.impl.trainer.batch import Minibatch
-from arealite.impl.trainer.components import Components
 from arealite.impl.trainer.rank_group import World
 from arealite.system.links.trainer_link import TrainerLink
 from tests.models import tiny_model

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, agents
-from arealite.api.agent_config import MathCodeSingleStepConfig
-from arealite.api.collector_config import CollectorConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.agent import Agent, agents
+from arealite.api.collector_config import AgentConfig, CollectorConfig, MathCodeSingleStepConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig

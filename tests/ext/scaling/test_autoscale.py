@@ -11,9 +11,8 @@ import zmq
 
 from arealite.api.agent import Agent
 from arealite.api.collector_config import AutoscaleConfig
-from arealite.api.datapipe_config import DatapipeConfig
 from arealite.api.env import Env, envs
-from arealite.api.experiment_config import ExperimentConfig, ModelConfig
+from arealite.api.experiment_config import DatapipeConfig, ExperimentConfig, ModelConfig
 from arealite.api.llm import LLMClientConfig, ServersClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from arealite.api.collector_config import AutoscaleConfig
 from arealite.api.rollout_messages import WorkerState
 from arealite.ext.scaling.scaling import CONFIRM_PERIODS, Scaling, worker_index
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.names.name_registry import NameRegistry
@@ -45,7 +45,7 @@ class Site:
         self.workers = Workers(ttl_s=100.0)
         registry = NameRegistry(root=root / "names")
         self.scaling = Scaling(
-            config=config, registry=registry, store=self.store, workers=self.workers
+            config=config, registry=registry, groups=self.store, workers=self.workers
         )
 
     def hear(self, *indices: int) -> None:

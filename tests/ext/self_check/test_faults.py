@@ -25,7 +25,7 @@ from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm import SamplingConfig
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.publisher import PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import UserError
 from arealite.ext.embedded.embedded_server import EmbeddedServer

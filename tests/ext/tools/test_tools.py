@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from arealite.api.agent import Agent, AgentConfig, AgentFactory
-from arealite.api.env_config import EnvConfig
+from arealite.api.agent import Agent, AgentFactory
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig, make_env
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import Reward, RewardConfig, rewards
@@ -21,7 +22,6 @@ from arealite.ext.tools.calculator import evaluate
 from arealite.ext.tools.config import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
 from arealite.ext.tools.env import ToolsEnv
 from arealite.ext.tools.toolbox import ToolCrash
-from arealite.impl.env.runtimes import make_env
 from arealite.impl.rollout.collector import Collector
 from tests.ext.tools import test_toolbox  # registers the tool `odd`
 from tests.fakes.client import ScriptedClient, response

@@ -16,9 +16,8 @@ from typing import Any
 
 import arealite_vllm_guard
 import pytest
-from arealite_vllm_guard import MAX_BODY, Guard, read_token
-
 from arealite.system.names.trial_secret import create_secret
+from arealite_vllm_guard import MAX_BODY, Guard, read_token
 
 INSIDE = Path(arealite_vllm_guard.__file__).parent
 Headers = dict[str, str]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.agent import AgentConfig, AgentFactory
-from arealite.api.agent_config import MathCodeSingleStepConfig
+from arealite.api.agent import AgentFactory
+from arealite.api.collector_config import AgentConfig, MathCodeSingleStepConfig
 from arealite.api.episode import Seat
 from arealite.base.errors import UserError
 from tests.fakes.client import ScriptedClient, response

@@ -14,7 +14,7 @@ from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
 from arealite.base.errors import GenerationRefused, InvariantError
 from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
-from arealite.impl.client import answers
+from arealite.impl.client import answer_checks
 from tests.impl.client.conftest import request
 from tests.impl.client.test_sglang import expected, post, push
 from tests.waiting import eventually
@@ -223,7 +223,7 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
     assert answer is not None
     assert told.ids == answer.output_ids == ids[: ends[-1]]
     assert answer.logprobs == [-token / 8 for token in told.ids]
-    assert answers.token_versions(answer, 0) == [7] * len(told.ids)
+    assert answer_checks.token_versions(answer, 0) == [7] * len(told.ids)
 
 
 def test_stream_whose_logprobs_belong_to_other_tokens_is_refused() -> None:

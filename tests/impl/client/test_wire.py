@@ -10,7 +10,7 @@ from arealite.api.llm import SamplingConfig
 from arealite.api.server_protocol import GenerateRequest, ServerAnswer
 from arealite.base.errors import InvariantError
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
-from arealite.impl.client import answers
+from arealite.impl.client import answer_checks
 from arealite.impl.http_client import error_message
 
 
@@ -55,7 +55,7 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
     ("told", "version"), [("default", 0), (None, 0), ("7", 7), (3, 3), ("", 0), ("v2", 0)]
 )
 def test_version_that_is_not_an_integer_is_zero(told: str | int | None, version: int) -> None:
-    assert answers.parse_version(told) == version
+    assert answer_checks.parse_version(told) == version
 
 
 def test_token_versions_come_from_spans() -> None:
@@ -63,18 +63,18 @@ def test_token_versions_come_from_spans() -> None:
         {"version": "default", "start": 0, "end": 1},
         {"version": "2", "start": 1, "end": 3},
     ]
-    assert answers.token_versions(answer([4, 5, 6], weight_versions=spans), 9) == [0, 2, 2]
+    assert answer_checks.token_versions(answer([4, 5, 6], weight_versions=spans), 9) == [0, 2, 2]
 
 
 def test_token_versions_without_spans_are_the_acknowledged_version() -> None:
-    assert answers.token_versions(answer([4, 5], weight_version="3"), 2) == [2, 2]
+    assert answer_checks.token_versions(answer([4, 5], weight_version="3"), 2) == [2, 2]
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (1, 3), (0, 3)])
 def test_spans_that_do_not_cover_the_output_raise_an_error(ends: tuple[int, int]) -> None:
     spans = [{"version": "1", "start": ends[0], "end": ends[1]}]
     with pytest.raises(InvariantError, match="cover"):
-        answers.token_versions(answer([4, 5], weight_versions=spans), 0)
+        answer_checks.token_versions(answer([4, 5], weight_versions=spans), 0)
 
 
 @pytest.mark.parametrize(

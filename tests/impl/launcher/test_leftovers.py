@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.api.publisher import DiskPublisherConfig, PublisherConfig
 from arealite.api.trial import ClusterConfig
+from arealite.base.files import lock_folder
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher.local import clear_leftovers
-from arealite.system.locks import lock_folder
 from arealite.system.names.name_registry import NameRegistry
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.impl.launcher.test_starting import launched, showing
@@ -27,7 +27,7 @@ STAGES = """
 import threading
 from arealite.base.trial_files import TMPFS
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.locks import lock_folder
+from arealite.base.files import lock_folder
 die_with_parent()
 folder = TMPFS / f"arealite-{os.getuid()}-{os.getpid()}-test"
 folder.mkdir()

@@ -9,9 +9,10 @@ import pytest
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.base import entries
 from arealite.base.errors import UserError
-from arealite.cli import role, serve_llm, train
+from arealite.cli import serve_llm, train
 from arealite.ext.view.terminal import Terminal
-from arealite.impl.launcher.role_starter import NewProcesses, starters
+from arealite.impl.launcher.processes import NewProcesses, starters
+from arealite.system.names.name_registry import with_externals
 from tests.impl.launcher.test_local import ScriptedLauncher, launched, trains
 
 
@@ -53,7 +54,7 @@ async def test_work_runs_without_external_servers() -> None:
     async def work() -> None:
         done.append("work")
 
-    await role.with_externals(ExperimentConfig(), work())
+    await with_externals(ExperimentConfig(), work())
     assert done == ["work"]
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from arealite.api.experiment_config import ExperimentConfig, ModelConfig
-from arealite.api.publisher import PublishReport
-from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from arealite.api.experiment_config import run_paths
-from arealite.api.publisher_config import DiskPublisherConfig
+from arealite.api.publisher import DiskPublisherConfig
 from arealite.base.errors import RoleError
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine import hf_folder

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from arealite.api.agent import AgentConfig
-from arealite.api.collector_config import PartConfig
-from arealite.api.env_config import EnvConfig
+from arealite.api.collector_config import AgentConfig, PartConfig
+from arealite.api.env import EnvConfig
 from arealite.api.rollout_messages import Lease
 from arealite.base.errors import UserError
 from arealite.impl.rollout.collector import Collector

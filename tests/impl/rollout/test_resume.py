@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arealite.api.agent import AgentConfig
-from arealite.api.collector_config import CollectorConfig
-from arealite.api.datapipe_config import DatapipeConfig
-from arealite.api.env_config import EnvConfig
-from arealite.api.experiment_config import ExperimentConfig, ModelConfig, run_paths
+from arealite.api.collector_config import AgentConfig, CollectorConfig
+from arealite.api.env import EnvConfig
+from arealite.api.experiment_config import DatapipeConfig, ExperimentConfig, ModelConfig, run_paths
 from arealite.api.llm import LLMClientConfig, SamplingConfig, ServersClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig

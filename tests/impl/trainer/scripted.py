@@ -26,7 +26,7 @@ from arealite.api.trainer_messages import (
     Unusable,
     Waiting,
 )
-from arealite.impl.trainer.components import Components
+from arealite.impl.trainer.base import Components
 from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.trajectories import batch, group
 from tests.payloads import GARBAGE

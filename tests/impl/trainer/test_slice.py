@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from arealite.api.collector_config import CollectorConfig
 from arealite.api.experiment_config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.publisher import PublisherConfig
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig

@@ -26,7 +26,7 @@ from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trial import ClusterConfig
-from arealite.impl.trainer.components import Components, load_ppo_engines
+from arealite.impl.trainer.base import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.rank_group import World
 from tests.impl.trainer.scripted import Events, ScriptedLink, ScriptedPipe, ScriptedPublisher

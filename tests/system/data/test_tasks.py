@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from arealite.api.agent import Agent
 from arealite.api.collector_config import CollectorConfig, PartConfig
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.task import Task

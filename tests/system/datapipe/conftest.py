@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from arealite.api.task import Task
-from arealite.api.task_sampler import TaskSampler
+from arealite.api.task import Task, TaskSampler
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.ledger import Ledger
 from tests.system.datapipe.stores import OpenStore, publish

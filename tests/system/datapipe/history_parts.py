@@ -20,12 +20,12 @@ from structlog.testing import capture_logs
 from arealite.api.experiment_config import run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.trainer_messages import BatchRequest, Unusable
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe import group_store, idle_time, trainer_request_handler, workers
 from arealite.system.datapipe.effects import BeginTraining, Effect, FilterGroups, Outbox, Send
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.message_checks import Intake
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.trainer_request_handler import TrainerRequestHandler
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger import group as open_group

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from arealite.ext.audit.audit import audit
-from arealite.system.datapipe import group_store
+from arealite.system.ledger.group import FAILURE_WINDOW
 from tests.system.datapipe.history_parts import event
 from tests.system.datapipe.history_trainer import TrainerEvents
 from tests.system.datapipe.model import MAX_ATTEMPTS, MEMBERS, NUM_GROUPS, Model, ModelGroup
@@ -75,7 +75,7 @@ class Histories(TrainerEvents):
         assert self.store.batches.keys() >= {*range(model.num_trained, len(model.batches))}
         assert self.store.late_results == model.late_results
         assert self.handler.rejections.total() == model.rejections
-        assert [*self.store.failed_window] == model.outcomes[-group_store.FAILURE_WINDOW :]
+        assert [*self.store.failed_window] == model.outcomes[-FAILURE_WINDOW:]
         listed = {key: group for key, group in model.groups.items() if group.is_listed}
         assert self.store.groups.keys() == listed.keys()
         for group_id, expected in listed.items():

@@ -19,12 +19,12 @@ from arealite.api.trainer_messages import (
     TrainerReady,
     TrainerStart,
 )
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe import machine as machine_module
 from arealite.system.datapipe.effects import AfterCommit, BeginTraining, Send, SendBatch, SendLease
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.machine import Machine
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links import wire

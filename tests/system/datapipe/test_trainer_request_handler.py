@@ -24,11 +24,11 @@ from arealite.api.trainer_messages import (
     Waiting,
 )
 from arealite.ext.audit.audit import audit
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe import trainer_request_handler
 from arealite.system.datapipe.effects import BeginTraining, Effect, FilterGroups, Outbox, Send
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger

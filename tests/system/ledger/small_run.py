@@ -13,8 +13,8 @@ from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import config as base_config
 from arealite.base.trial_files import RunPaths
+from arealite.system.data.dataset import Permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 

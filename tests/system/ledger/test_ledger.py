@@ -21,9 +21,8 @@ from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import InvariantError, UserError
 from arealite.ext.audit.audit import audit
-from arealite.system.data.dataset import permutation
+from arealite.system.data.dataset import Permutation, permutation
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.task_order import Permutation
 from arealite.system.ledger import ledger as ledger_module
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads, read_turns
 from tests.system.scenes import episode, experiment, failed, header, payload, tasks

@@ -12,7 +12,7 @@ from arealite.base.errors import RoleError
 from arealite.system.links import wire
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.links.worker_link import WorkerLink
-from arealite.system.names.trial_secret import Secret
+from arealite.system.names.name_registry import Secret
 from tests.waiting import eventually
 
 OURS, THEIRS = Secret(key=b"a" * 32), Secret(key=b"b" * 32)

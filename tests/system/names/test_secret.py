@@ -14,9 +14,9 @@ from arealite.api.llm_server import ExternalServersConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.ext.commands.trial_key import rotate_secret
-from arealite.system.names.name_registry import NameRegistry
-from arealite.system.names.trial_secret import (
-    FILE,
+from arealite.system.names.name_registry import (
+    SECRET_FILE,
+    NameRegistry,
     Secret,
     create_secret,
     read_secret,
@@ -32,9 +32,9 @@ def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> N
     assert read_secret(folder) is None
     made = create_secret(folder)
     assert create_secret(folder) == read_secret(folder) == made and len(made.key) == 32
-    assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / SECRET_FILE).stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert [path.name for path in folder.iterdir()] == [FILE]
+    assert [path.name for path in folder.iterdir()] == [SECRET_FILE]
 
 
 def test_processes_that_start_together_get_the_same_secret(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_rotated_secret_has_another_token(tmp_path: Path) -> None:
     before = create_secret(tmp_path)
     after = rotate_secret(tmp_path)
     assert after == read_secret(tmp_path) and after.token != before.token
-    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
 
 
 def test_derived_keys_differ_and_no_text_of_a_secret_shows_it(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_derived_keys_differ_and_no_text_of_a_secret_shows_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("text", ["", "xyz", "00" * 31, "00" * 33, "é" * 64])
 def test_file_that_is_no_secret_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
-    (tmp_path / FILE).chmod(0o600)
+    (tmp_path / SECRET_FILE).write_text(text)
+    (tmp_path / SECRET_FILE).chmod(0o600)
     with pytest.raises(UserError, match=r"secret"):
         read_secret(tmp_path)
 
@@ -67,7 +67,7 @@ def test_file_that_is_no_secret_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o660])
 def test_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     create_secret(tmp_path)
-    (tmp_path / FILE).chmod(mode)
+    (tmp_path / SECRET_FILE).chmod(mode)
     with pytest.raises(UserError, match=r"must be yours and of mode 0600"):
         read_secret(tmp_path)
 
@@ -75,7 +75,7 @@ def test_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
 def test_symbolic_link_instead_of_a_secret_is_refused(tmp_path: Path) -> None:
     other = create_secret(tmp_path / "other")
     assert isinstance(other, Secret)
-    os.symlink(tmp_path / "other" / FILE, tmp_path / FILE)
+    os.symlink(tmp_path / "other" / SECRET_FILE, tmp_path / SECRET_FILE)
     with pytest.raises(UserError, match="cannot be read"):
         read_secret(tmp_path)
 

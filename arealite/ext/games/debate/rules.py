@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 
 WORDS: dict[str, list[str]] = read_toml(__file__, "words.toml")
 FILLERS = frozenset(WORDS["fillers"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 from arealite.ext.gateway.apis.past_messages import decode
 from arealite.ext.gateway.request_data import ApiError, ChatRequest, Delta, ParsedAnswer, ParsedCall
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import EnvConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.trial import TrialConfig
 from arealite.base import config_tree, log

@@ -13,8 +13,7 @@ import aiohttp
 import msgspec
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task

@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler
 from msgspec import structs
 
 import arealite
+from arealite.api.env import make_env
 from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
@@ -33,7 +34,6 @@ from arealite.ext.hosting.server_config import (
 )
 from arealite.ext.http_server.http_guard import guard
 from arealite.ext.http_server.http_limits import LimitedRunner
-from arealite.impl.env.runtimes import make_env
 from arealite.system.data.dataset import load_tasks, make_task
 from arealite.system.data.tasks import GENERATED, generate, reads_columns
 from arealite.system.health.waits import END_S, Wait

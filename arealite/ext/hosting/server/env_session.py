@@ -15,6 +15,7 @@ from arealite.api.env import Env
 from arealite.api.episode import Action, Seat, finite
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import observe
+from arealite.api.rollout_messages import root_error
 from arealite.api.task import Task
 from arealite.api.turns import Turn
 from arealite.base import log
@@ -28,7 +29,6 @@ from arealite.ext.hosting.server_config import (
     Step,
     StepReply,
 )
-from arealite.impl.rollout.failures import root_error
 from arealite.system.health import waits
 from arealite.system.health.waits import END_S, is_cancelled
 

@@ -9,7 +9,7 @@ from urllib.parse import urljoin, urlsplit
 
 import msgspec
 
-from arealite.base.data import read_toml
+from arealite.base.files import read_toml
 
 RULES: dict[str, str] = read_toml(__file__, "actions.toml")
 

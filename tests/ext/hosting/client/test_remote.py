@@ -13,9 +13,8 @@ from aiohttp.test_utils import TestServer
 from msgspec import structs
 from structlog.testing import capture_logs
 
-from arealite.api.agent import AgentConfig
-from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
+from arealite.api.collector_config import AgentConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import InvariantError, UserError

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env
-from arealite.api.env_config import EnvConfig
+from arealite.api.env import Env, EnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError

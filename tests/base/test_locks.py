@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import UserError
+from arealite.base.files import lock_file, lock_folder, remove_unlocked
 from arealite.ext.view.why import lock_holder
-from arealite.system.locks import lock_file, lock_folder, remove_unlocked
 
 HOLD = """
 import sys
 from pathlib import Path
-from arealite.system.locks import lock_file
+from arealite.base.files import lock_file
 with lock_file(Path(sys.argv[1]), fix="wait"):
     print("held", flush=True)
     sys.stdin.read()

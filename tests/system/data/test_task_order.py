@@ -8,7 +8,7 @@ import pytest
 from arealite.api.experiment_config import DatasetConfig, ExperimentConfig
 from arealite.api.task import Task
 from arealite.base import entries
-from arealite.system.datapipe.task_order import Permutation, make_sampler
+from arealite.system.data.dataset import Permutation, make_sampler
 from tests.system.scenes import tasks
 
 CONFIG = ExperimentConfig(seed=3)

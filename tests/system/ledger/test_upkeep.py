@@ -19,9 +19,8 @@ from arealite.base.errors import InvariantError
 from arealite.ext.audit import audit as audit_module
 from arealite.ext.audit.audit import audit
 from arealite.ext.audit.audit_report import AuditReport
-from arealite.system.datapipe.ledger_upkeep import Upkeep
 from arealite.system.ledger.ledger import connect, read_payloads
-from arealite.system.ledger.writer import LedgerWriter
+from arealite.system.ledger.writer import LedgerWriter, Upkeep
 from tests.system.datapipe.killed import KILLED, kill_before
 from tests.system.ledger.small_run import Shape, SmallRun
 from tests.system.live import StartPipe

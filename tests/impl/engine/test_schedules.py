@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.schedules import learning_rate
 from arealite.api.engine_config import OptimizerConfig
+from arealite.impl.engine.optimizer import learning_rate
 
 
 def curve(total: int, **options: object) -> list[float]:

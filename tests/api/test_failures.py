@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arealite.api.episode import Action
-from arealite.impl.rollout.failures import make_failure
+from arealite.api.rollout_messages import make_failure
 
 
 def test_place_is_the_last_line_that_is_of_no_library() -> None:

@@ -9,14 +9,13 @@ import torch
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.cli import configs
-from arealite.impl.weights import fast_dtype as module
-from arealite.impl.weights.fast_dtype import fast_dtype
+from arealite.cli.configs import fast_dtype
 
 
 def set_gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool, has_bfloat16: bool) -> None:
     announced = configs._announced_dtype.__wrapped__
     monkeypatch.setattr(configs, "_announced_dtype", cache(announced))
-    monkeypatch.setattr(module, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(configs, "has_bfloat16", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: has_bfloat16)
 
@@ -34,7 +33,7 @@ def test_bfloat16_is_chosen_on_a_gpu_that_has_it(
 
 def test_bfloat16_is_chosen_on_a_processor_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gpu(monkeypatch, is_there=False, has_bfloat16=False)
-    monkeypatch.setattr(module, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(configs, "has_bfloat16", lambda: True)
     assert fast_dtype() == ("bfloat16", "the processor has instructions for bfloat16")
 
 

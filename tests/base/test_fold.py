@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from arealite.base.printable import COMMAND, fold
 from arealite.cli import main as cli
-from arealite.cli.line_wrap import COMMAND, fold
 from arealite.ext.machine import info
 
 
