@@ -35,7 +35,7 @@ boot = sys.argv[1] == "-c" and "launch_server" in sys.argv[2]
 if sys.argv[1] == "-c" and not boot:
     if not orders()["sglang"]:
         sys.exit("it has no sglang")
-    print(0 if sys.argv[3] == "cpu" else orders()["gpus"])
+    print(0 if sys.argv[4] == "cpu" else orders()["gpus"], "0.5.23")
     sys.exit()
 words, token = sys.argv[3:], ""
 if boot:
@@ -110,7 +110,7 @@ class Program:
             "answers": {
                 "/health": {},
                 "/generate": {"output_ids": [3]},
-                "/model_info": {"weight_version": "default"},
+                "/model_info": {"weight_version": "default", "model_path": "m"},
                 "/v1/models": {"data": [{"id": "m", "max_model_len": 77}]},
                 "/server_info": {"max_req_input_len": 71},
             },
