@@ -50,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
-	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
+	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
 	@echo "make demo-real    download SmolLM2, teach it to sort names, and measure it before and after, 15 minutes (SEED=1)"
 	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang),"
 	@echo "                  or SmolLM2 in one of arealite/ext/demo/lessons: alphabet_sort, answer_form, gsm_symbolic, sums, tool_call"
@@ -94,7 +94,7 @@ $(VENV)/.dev: $(VENV)/.run
 sglang:
 	PYTHON=$(PYTHON) tools/setup_sglang_cpu.sh $(SGLANG_VENV)
 
-demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
+demo: $(VENV)/.run $(filter sglang vllm,$(BACKEND))
 	$(STEALING) $(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
 # Train a tiny model in one of tools/lessons, or a pretrained one in one of arealite/ext/demo/lessons.

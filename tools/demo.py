@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.base.trial_files import RunPaths  # noqa: E402
-from arealite.ext.demo.sorting import make_kit  # noqa: E402
+from arealite.ext.demo.sorting import SHAPE, make_kit  # noqa: E402
 
 OUT = Path("runs/demo")
 SERVER_GRACE_S = 10.0
@@ -32,6 +32,7 @@ PLOT_HEIGHT = 8
 VERSIONS = "publish/version", "eval/newest_version"
 """Metrics that contain the servers' version; after n updates it is n."""
 SGLANG_PYTHON = ".venv-sglang/bin/python"
+VLLM_PYTHON = ".venv-vllm/bin/python"
 BACKENDS = {
     "embedded": [],
     "sglang": [
@@ -39,12 +40,20 @@ BACKENDS = {
         "llm_server.sglang.device=cpu",
         f"llm_server.sglang.python={os.environ.get('SGLANG_PYTHON', SGLANG_PYTHON)}",
     ],
+    "vllm": [
+        "llm_server.type=vllm",
+        "llm_server.vllm.device=cpu",
+        "llm_server.vllm.kv_cache_gb=1",
+        f"llm_server.vllm.python={os.environ.get('VLLM_PYTHON', VLLM_PYTHON)}",
+    ],
 }
 """Options of launch_llm_server for each backend; training is the same with each."""
 SHARED = "shared"
 """The backend without a server: the trainer's process generates from the parameters it trains."""
-SERVER_WAIT_S = 120
-"""SGLang takes 20 s to start, and a minute on a loaded machine."""
+SERVER_WAIT_S = {"sglang": 120, "vllm": 300}
+"""SGLang takes 20 s to start, vLLM 40 s; on a loaded machine a minute and three."""
+KIT_HEADS = {"vllm": 2}
+"""Attention heads of the model, if they differ: vLLM has no heads of 16 numbers on a CPU."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -55,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="batches to train; default: config/demo.yaml's")
     parser.add_argument(
         "--backend", choices=[*BACKENDS, SHARED], default="embedded", help="the server"
+    )
+    parser.add_argument(
+        "--heads", type=int, help="attention heads of the model; default: 4, and 2 for vllm"
     )
     parser.add_argument("--keep", action="store_true", help="move an earlier run aside")
     options = parser.parse_args(argv)
@@ -87,9 +99,10 @@ def run(options: argparse.Namespace) -> int:
 def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     """Run the demo while no other run uses this folder and these names."""
     begin, trial = time.perf_counter(), paths.root.name
-    kit = OUT / f"kit-seed{options.seed}"
+    heads = options.heads or KIT_HEADS.get(options.backend, SHAPE.heads)
+    kit = OUT / (f"kit-seed{options.seed}" + f"-heads{heads}" * (heads != SHAPE.heads))
     print(f"model and data: {kit}; the model is taught until 30 % of its answers are right")
-    make_kit(kit, options.seed)
+    make_kit(kit, options.seed, heads=heads)
     clear(paths.root, keep=options.keep)
     names = ["experiment_name=demo", f"trial_name={trial}", f"seed={options.seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]
@@ -99,8 +112,8 @@ def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     else:
         serving = server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log")
     with serving:
-        if options.backend == "sglang":
-            overrides.append(f"server_wait_s={SERVER_WAIT_S}")
+        if options.backend in SERVER_WAIT_S:
+            overrides.append(f"server_wait_s={SERVER_WAIT_S[options.backend]}")
         code = train(kit, overrides, options.steps)
     if code != 0:
         print(f"training ended with code {code}; logs are in {paths.logs}")

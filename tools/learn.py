@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("lesson", choices=names)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--backend", choices=BACKENDS, default="embedded", help="the server")
+    parser.add_argument(
+        "--backend", choices=["embedded", "sglang"], default="embedded", help="the server"
+    )
     parser.add_argument("--kit", type=Path, help="only create the model, in this folder")
     parser.add_argument(
         "--curve", type=Path, help="file of the curve; default: curve.png in the run's folder"
@@ -82,7 +84,7 @@ def train(model: Path, trial: str, seed: int, backend: str, overrides: Sequence[
     names = [f"model.path={model}", "experiment_name=learn", f"trial_name={trial}", f"seed={seed}"]
     words, serving = ["launcher.llm_servers=1"], nullcontext()
     if backend != "embedded":
-        words = [f"server_wait_s={SERVER_WAIT_S}"]
+        words = [f"server_wait_s={SERVER_WAIT_S['sglang']}"]
         serving = server([*names, *BACKENDS[backend]], log=OUT / f"{trial}-server.log")
     words.append("trainer.ppo.checkpoint.every_steps=0")
     command = [sys.executable, "train.py", *names, *words, *overrides]

@@ -120,8 +120,14 @@ def _answer_logprobs(model: Any, tokenizer: Any, rows: list[str]) -> Any:
     return logprobs_BTV.gather(-1, answers_BT[..., None])[..., 0]
 
 
-def make_kit(folder: Path, seed: int) -> Path:
-    """Write a trained model to `folder`/model and the data beside it; keep complete files."""
+def make_kit(folder: Path, seed: int, *, heads: int = SHAPE.heads) -> Path:
+    """Write a trained model to `folder`/model and the data beside it; keep complete files.
+
+    Args:
+        folder: Where to write.
+        seed: Seed of the weights and of the data.
+        heads: Attention heads of the model; two for vLLM, which has no heads of 16 on a CPU.
+    """
     if (folder / "done").exists():
         return folder
     import torch
@@ -131,7 +137,7 @@ def make_kit(folder: Path, seed: int) -> Path:
     logging.disable_progress_bar()
     write_data(folder, seed)
     model_folder = folder / "model"
-    make_tiny_model(model_folder, dataclasses.replace(SHAPE, seed=seed))
+    make_tiny_model(model_folder, dataclasses.replace(SHAPE, seed=seed, heads=heads))
     probability = warm_up(model_folder, seed)
     (folder / "done").write_text(f"{probability:.3f}\n")
     return folder

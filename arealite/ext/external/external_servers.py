@@ -31,7 +31,10 @@ from arealite.system.names.name_registry import Entry, NameRegistry
 logger = log.get(__name__)
 
 ANSWER_S = 10.0
-"""Time limit for the description of a server; a loaded server may need seconds."""
+"""Time limit of a request; a loaded server may need seconds."""
+DESCRIBE_S = 60.0
+"""Time limit of a request for facts, if the server has answered another one. vLLM collects facts
+about its machine first, which took 19 s on a loaded machine."""
 SILENT = (OSError, RoleError)
 
 
@@ -148,7 +151,8 @@ class ExternalServers:
             protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
             for path in protocol.describe_paths:
                 if path not in answers:
-                    answers[path] = _json_object(await self._get(url + path))
+                    wait_s = DESCRIBE_S if any(answers.values()) else ANSWER_S
+                    answers[path] = _json_object(await self._get(url + path, wait_s))
             description = protocol.describe(answers)
             if description is not None:
                 return {
@@ -166,7 +170,7 @@ class ExternalServers:
             "Correct the address."
         )
 
-    async def _get(self, url: str, wait_s: float = ANSWER_S) -> bytes | None:
+    async def _get(self, url: str, wait_s: float) -> bytes | None:
         """Return the answer at `url`; None if the status is not 200.
 
         Raises:

@@ -84,6 +84,8 @@ class ServerControl(ABC):
     address: str
     pool: Pool
     protocol: ServerProtocol
+    unused: Collection[str] = ()
+    """Tensors of the model folder that the model does not use."""
     folder: str = ""
     """The folder of its model; "" if the name entry has none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -140,7 +142,7 @@ class ServerControl(ABC):
 
     @abstractmethod
     async def begin(self, shapes: Shapes) -> None:
-        """Announce weights in several parts, and mark the server as broken.
+        """Begin to send weights in several parts, and mark the server as broken.
 
         Args:
             shapes: Shapes of all tensors that will be sent.
@@ -186,7 +188,7 @@ class ServerControl(ABC):
 
     # ------------------------------------------------------------ before the first update
 
-    async def connect(self, shapes: Shapes, unused: Collection[str] = ()) -> Capabilities:
+    async def connect(self, shapes: Shapes) -> Capabilities:
         """Continue the server, read its capabilities, and compare its model with `shapes`.
 
         A publisher that crashed may have left the server paused.
@@ -200,7 +202,7 @@ class ServerControl(ABC):
             served = ModelTensors(
                 shapes=await asyncio.to_thread(read_shapes, Path(self.folder)),  # {}: elsewhere
                 owner=f"{self.address}, which serves {self.folder}",
-                unused=unused,
+                unused=self.unused,
             )
             difference = served.difference(shapes)
             if difference:
@@ -253,7 +255,7 @@ class ServerControl(ABC):
             self.is_paused = False
 
     async def mark_broken(self) -> bool:
-        """Label a broken server `UNTRUSTED`; return whether it may be continued then."""
+        """Set the label `UNTRUSTED` of a broken server; return whether it may be continued."""
         if not self.can.relabel:
             return False
         await self.relabel(UNTRUSTED, abort=True)

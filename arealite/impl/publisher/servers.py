@@ -326,6 +326,7 @@ class ServersPublisher(WeightPublisher):
             address=str(entry.value["address"]),
             pool=self._pool,
             protocol=part_of_entry("server_protocol", entry.value)(),
+            unused=self.unused,
             folder=str(entry.value.get("model_path") or ""),
             headers=self.registry.headers(str(entry.value.get("type") or "")),
         )
@@ -347,7 +348,7 @@ class ServersPublisher(WeightPublisher):
                     return
                 server.confirmed_version = None
                 with server.time_limit(f"{server.id} to answer", self.config.timeout_s):
-                    await server.connect(self.shapes, self.unused)
+                    await server.connect(self.shapes)
                 await self.update_server(server, version)
             except PartialUpdate:
                 return

@@ -1,0 +1,188 @@
+"""Controls vLLM servers: pauses and weight updates.
+
+A server that AReaLite starts loads modules of ours (ext/vllm/inside), which check new weights
+before vLLM changes the model, and receive weights over a process group. A server without them takes
+weights from a folder by vLLM's own `reload_weights`.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arealite.api.llm_server import UNTRUSTED
+from arealite.base.errors import RoleError
+from arealite.base.model_folder import Shapes
+from arealite.impl.publisher.control import (
+    Capabilities,
+    ServerControl,
+    ServerRefusal,
+    WeightGroup,
+)
+
+NEEDS_RESTART = "-2"
+"""Version of a server that only a restart can repair."""
+PAUSES = {
+    "abort": "/pause?mode=abort",
+    "retract": "/pause?mode=keep",
+    "in_place": "/pause?mode=keep&clear_cache=false",
+}
+ONE_TOKEN = {
+    "token_ids": [1],
+    "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False},
+}
+"""Request for a generation of one token."""
+
+
+@dataclass(eq=False, kw_only=True)
+class VLLMControl(ServerControl):
+    """One vLLM server."""
+
+    has_our_modules: bool = False
+    """Whether the server checks weights before it changes the model."""
+
+    async def probe(self) -> Capabilities:
+        answer = await self.request_ok("/inference/v1/generate", ONE_TOKEN, is_slow=True)
+        (choice,) = msgspec.json.decode(answer)["choices"]
+        version = msgspec.json.decode(await self.request_ok("/version"))["version"]
+        tp = await self._world_size("?include_dp=false")
+        world_size = await self._world_size("")
+        with suppress(ServerRefusal):
+            await self._call("arealite_state", {})
+            self.has_our_modules = True
+        return Capabilities(
+            version=f"vllm-{version}",
+            pause_modes=frozenset(PAUSES),
+            spans=choice.get("weight_versions") is not None,
+            sessions=self.has_our_modules,
+            buckets=self.has_our_modules,
+            relabel=True,
+            distributed=self.has_our_modules,
+            tp=tp,
+            dp=world_size // tp,
+        )
+
+    async def send_pause(self, mode: str) -> None:
+        await self.request_ok(PAUSES[mode], {})
+        self.flush = mode != "in_place"
+
+    async def send_continue(self) -> None:
+        await self.request_ok("/resume", {})
+
+    async def begin(self, shapes: Shapes) -> None:
+        """Check names and shapes at the server; a refused update leaves its weights as they are.
+
+        Raises:
+            ServerRefusal: The tensors are not those of the server's model.
+        """
+        await self._check_weights({"shapes": shapes})
+        self.broken = True
+        await self.request_ok("/start_weight_update", {}, is_slow=True)
+
+    async def end(self) -> None:
+        """Return at once: the last tensors have ended the update."""
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        if self.has_our_modules:
+            await self._check_weights({"path": str(folder)})
+            self.broken = True
+            await self.request_ok("/start_weight_update", {}, is_slow=True)
+            info = {"path": str(folder)}
+            await self.request_ok("/update_weights", {"update_info": info}, is_slow=True)
+            await self._finish_update(version)
+            return
+        self.broken = True  # a failed load leaves parts of the model without weights
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.request_ok("/collective_rpc", body, is_slow=True)
+        await self._drop_prefixes()
+        await self.relabel(str(version), abort=False)
+        self.broken = False
+
+    async def join_group(self, group: WeightGroup, rank_offset: int) -> None:
+        info = vars(group) | {"rank_offset": rank_offset}
+        body = {"init_info": info}
+        await self.request_ok("/init_weight_transfer_engine", body, is_slow=True)
+
+    async def receive(
+        self,
+        layout: Mapping[str, object],
+        group_name: str,
+        *,
+        is_flat: bool,
+        version: int | None,
+    ) -> None:
+        info = dict(layout)
+        if is_flat:
+            info["load_format"] = "flattened_bucket"
+        await self.request_ok("/update_weights", {"update_info": info}, is_slow=True)
+        if version is not None:
+            await self._finish_update(version)
+
+    async def leave_group(self, group_name: str) -> None:
+        await self.request("/shutdown_weight_transfer_engine", {}, is_slow=True)
+
+    async def mark_broken(self) -> bool:
+        """Set a label for a server without complete weights, and end its requests; it stays paused.
+
+        A token that it sampled now could end its process. An update of all weights repairs most
+        servers; the supervisor of a server restarts it if it has the label NEEDS_RESTART.
+        """
+        label = UNTRUSTED
+        if self.has_our_modules:
+            states = await self._call("arealite_state", {})
+            if not any(state["obstacle"] for state in states):
+                self.broken = False
+                return True
+            if any(state["needs_restart"] for state in states):
+                label = NEEDS_RESTART
+        await self.relabel(label, abort=True)
+        await self.request_ok("/abort_requests", {})
+        return False
+
+    async def reports_pause(self) -> bool | None:
+        answer = await self.request_ok("/is_paused")
+        return msgspec.json.decode(answer)["is_paused"]
+
+    # ------------------------------------------------------------ internals
+
+    async def _check_weights(self, weights: Mapping[str, object]) -> None:
+        """Compare tensors with the model of each worker.
+
+        Raises:
+            ServerRefusal: They differ. The server still has its earlier weights.
+        """
+        kwargs = {**weights, "unused": sorted(self.unused)}
+        results = await self._call("arealite_check_weights", kwargs)
+        for result in results:
+            if result["refusal"]:
+                raise ServerRefusal(f"{self.address} refuses the weights: {result['refusal']}")
+
+    async def _finish_update(self, version: int) -> None:
+        body = {"weight_version": str(version)}
+        await self.request_ok("/finish_weight_update", body, is_slow=True)
+        await self._drop_prefixes()
+        self.broken = False
+
+    async def _drop_prefixes(self) -> None:
+        """Drop cached prefixes of earlier weights, which vLLM keeps.
+
+        Raises:
+            RoleError: Requests that run hold them; so requests that begin later would use them.
+        """
+        answer = await self.request_ok("/reset_prefix_cache", {})
+        is_dropped = msgspec.json.decode(answer).get("success")
+        if not is_dropped and self.flush:
+            raise RoleError(f"{self.address} has new weights, but does not drop cached prompts")
+
+    async def _world_size(self, query: str) -> int:
+        answer = await self.request_ok(f"/get_world_size{query}")
+        return int(msgspec.json.decode(answer)["world_size"])
+
+    async def _call(self, method: str, kwargs: Mapping[str, object]) -> list[dict[str, Any]]:
+        """Call a method of each worker; return their results."""
+        body = {"method": method, "kwargs": kwargs}
+        answer = await self.request_ok("/collective_rpc", body, is_slow=True)
+        return msgspec.json.decode(answer)["results"]

@@ -1,0 +1,218 @@
+"""vLLM's own HTTP routes for token ids, versions and load.
+
+Tried against vLLM 0.32 on a CPU. Older versions do not report the version of each token.
+"""
+
+import io
+import re
+from base64 import b64decode
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from arealite.api.server_protocol import (
+    GenerateRequest,
+    Json,
+    Load,
+    ServerAnswer,
+    ServerDescription,
+    ServerProtocol,
+    VersionSpan,
+    mismatch,
+)
+from arealite.base.errors import UserError
+
+OLDEST_VERSION = (0, 32)
+STREAM_INTERVAL = 8
+"""Tokens per event of a stream after the first one."""
+NO_LOGPROB = -9999.0
+"""What vLLM sends for a token without a log-probability, and for NaN."""
+ID_PREFIX = "generate-tokens-"
+"""vLLM puts it before the ids of requests."""
+INFO_PATH = "/server_info?config_format=json"
+START_FLAGS = (
+    "Start it with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and "
+    "--logprobs-mode processed_logprobs."
+)
+GAUGE = re.compile(rb"^vllm:num_requests_(running|waiting)\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
+"""Lines of /metrics with the load of one engine."""
+
+
+class GenerateBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A request to /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int] | msgspec.Raw
+    sampling_params: dict[str, object]
+    stream: bool = False
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """A sampled token."""
+
+    token_id: int
+    logprob: float
+
+
+class LogprobList(msgspec.Struct, kw_only=True):
+    """The sampled tokens of an answer."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """The output of a request, or its new tokens in an event of a stream."""
+
+    token_ids: list[int] | None = None
+    logprobs: LogprobList | None = None
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+    """The versions of all tokens; at the end of a stream."""
+    routed_experts: str | None = None
+    """base64 of an .npy file: integers [tokens - 1, layers, experts per token]."""
+
+
+class AnswerBody(msgspec.Struct, kw_only=True):
+    """A response of /inference/v1/generate."""
+
+    choices: list[Choice]
+
+
+encode_body = msgspec.json.Encoder().encode
+decode_body = msgspec.json.Decoder(AnswerBody).decode
+
+
+class VLLMProtocol(ServerProtocol):
+    """Requests and answers of vLLM servers."""
+
+    generate_path = "/inference/v1/generate"
+    version_path = "/weight_info"
+    load_path = "/metrics"
+    describe_paths = ("/version", "/v1/models", "/weight_info", INFO_PATH)
+    streams_versions = False
+
+    def encode_request(self, request: GenerateRequest) -> bytes:
+        """Return the body. vLLM takes a parameter that is missing from the model's folder."""
+        sampling = request.sampling
+        sampling_params: dict[str, object] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(0, sampling.top_k),
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_tokens": sampling.max_new_tokens - request.num_sampled,
+            "min_tokens": max(0, sampling.min_new_tokens - request.num_sampled),
+            "stop": sampling.stop,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": request.ignore_eos,
+            "logprobs": 0,
+            "detokenize": bool(sampling.stop),
+        }
+        if request.is_stream:
+            sampling_params["stream_interval"] = STREAM_INTERVAL
+        if request.with_routing:
+            sampling_params["routed_experts_prompt_start"] = request.routing_start
+        body = GenerateBody(
+            request_id=request.rid,
+            token_ids=request.input_ids,
+            sampling_params=sampling_params,
+            stream=request.is_stream,
+        )
+        return encode_body(body)
+
+    def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:
+        choices = decode_body(raw).choices
+        if not choices:
+            return ServerAnswer(output_ids=[], logprobs=[], num_tokens=num_before or 0)
+        choice = choices[0]
+        output_ids = choice.token_ids or []
+        spans = choice.weight_versions or []
+        return ServerAnswer(
+            output_ids=output_ids,
+            logprobs=_logprobs(choice, output_ids),
+            spans=spans,
+            newest_version=spans[-1].version if spans else None,
+            finish=choice.finish_reason,
+            num_tokens=(num_before or 0) + len(output_ids),
+            expert_ids=_expert_ids(choice.routed_experts),
+        )
+
+    def abort_request(self, rid: str) -> tuple[str, Json]:
+        return "/inference/v1/abort_requests", {"request_ids": [ID_PREFIX + rid]}
+
+    def relabel_request(self, version: str, *, abort: bool) -> tuple[str, Json]:
+        """Return the request for another label; it aborts nothing."""
+        return "/update_weight_version", {"new_version": version}
+
+    def describe(self, answers: Mapping[str, Json]) -> ServerDescription | None:
+        program_version = str(answers["/version"].get("version", ""))
+        models = answers["/v1/models"].get("data") or [{}]
+        model: Json = models[0]
+        if not program_version or model.get("owned_by") != "vllm":
+            return None
+        if _numbers(program_version) < OLDEST_VERSION:
+            raise UserError(
+                f"it is vLLM {program_version}, which does not report the version of each token. "
+                "Install vLLM 0.32 or newer."
+            )
+        config: Json = answers[INFO_PATH].get("vllm_config") or {}
+        if "weight_version" not in answers["/weight_info"] or not config:
+            raise UserError(f"it is vLLM without the routes for weights. {START_FLAGS}")
+        model_config: Json = config.get("model_config") or {}
+        logprobs_mode = model_config.get("logprobs_mode")
+        if logprobs_mode != "processed_logprobs":
+            raise UserError(
+                f"it is vLLM with {logprobs_mode}, which are not the log-probabilities of its "
+                f"sampler. {START_FLAGS}"
+            )
+        return ServerDescription(
+            model_path=str(model.get("root") or ""),
+            version=answers["/weight_info"]["weight_version"],
+            context_length=model.get("max_model_len"),
+            start_id=config.get("instance_id"),
+            dtype=str(model_config.get("dtype")).removeprefix("torch."),
+            quantization=model_config.get("quantization"),
+        )
+
+    def read_version(self, raw: bytes) -> str | int | None:
+        return msgspec.json.decode(raw, type=Json).get("weight_version")
+
+    def read_load(self, raw: bytes) -> Load | None:
+        gauges = GAUGE.findall(raw)
+        if not gauges:
+            return None
+        load = {"running": 0, "waiting": 0, "capacity": 0}
+        for name, number in gauges:
+            load[name.decode()] += int(float(number))
+        return load
+
+
+def _logprobs(choice: Choice, output_ids: list[int]) -> list[float]:
+    """Return the logprob of each token of a choice.
+
+    Raises:
+        InvariantError: ids and logprobs belong to different tokens, or a token has none.
+    """
+    content = (choice.logprobs and choice.logprobs.content) or []
+    ids = [token.token_id for token in content]
+    logprobs = [token.logprob for token in content]
+    if ids != output_ids or NO_LOGPROB in logprobs:
+        raise mismatch(len(output_ids), len(ids))
+    return logprobs
+
+
+def _expert_ids(routed_experts: str | None) -> np.ndarray | None:
+    """Return the recorded experts in one dimension; None without a record."""
+    if not routed_experts:
+        return None
+    file = io.BytesIO(b64decode(routed_experts))
+    return np.load(file, allow_pickle=False).astype("<i4").ravel()
+
+
+def _numbers(program_version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a program's version; a version without numbers is new."""
+    numbers = re.findall(r"\d+", program_version)[:2]
+    return tuple(map(int, numbers)) or OLDEST_VERSION
