@@ -49,6 +49,7 @@ PROBE_S = 120.0
 class ProbedPython:
     """Facts about a Python that has a program."""
 
+    path: str
     num_gpus: int
     """Number of GPUs that its torch finds; 0 with device=cpu."""
     program_version: str
@@ -200,7 +201,11 @@ def probe(program: Program, python: str, device: str) -> ProbedPython:
         if process.returncode == 0:
             num_gpus, *versions = process.stdout.split()
             version = versions[0] if versions else ""
-            return ProbedPython(num_gpus=int(num_gpus), program_version=version)
+            return ProbedPython(
+                path=python,
+                num_gpus=int(num_gpus),
+                program_version=version,
+            )
         error_lines = process.stderr.strip().splitlines()
         failure_reason = error_lines[-1] if error_lines else f"exit code {process.returncode}"
     except OSError as error:

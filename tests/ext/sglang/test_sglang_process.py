@@ -4,15 +4,14 @@ scripted stand-in for SGLang."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +21,23 @@ import structlog.testing
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
-from arealite.ext.server_processes import server_group, server_process
+from arealite.ext.server_processes import server_process
 from arealite.ext.server_processes.server_process import ServerProcess
 from arealite.ext.sglang.sglang_server import SGLangServer
 from arealite.impl.http_client import Pool
-from arealite.impl.launcher.processes import Child, take_ports
+from arealite.impl.launcher.processes import Child
 from arealite.system.health import waits
-from arealite.system.names.name_registry import Entry, NameRegistry
+from arealite.system.names.name_registry import NameRegistry
+from tests.fakes.server_program import make_quick, names, serving, take_own_ports
 from tests.fakes.sglang_program import Program, wrapper_config
 from tests.waiting import eventually, has_exited, until, until_exited
 
 ROOT = Path(__file__).resolve().parents[3]
-PORTS = itertools.count(10_000 + os.getpid() % 900 * 10, 5)
-"""Below the ephemeral range."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten restart delays, lengthen answer deadlines, and use ports no other process gets."""
-    monkeypatch.setattr(server_process, "PAUSES_S", (0.1, 0.2, 0.4))
-    monkeypatch.setattr(server_process, "TERMINATE_S", 60.0)
-    monkeypatch.setattr(server_process, "LOAD_S", 60.0)
-    for module in (server_group, server_process):
-        monkeypatch.setattr(module, "take_ports", take_own_ports)
-
-
-def take_own_ports(host: str, port: int, count: int) -> list[int]:
-    """Like `take_ports`, but choose ports outside the ephemeral range."""
-    while True:
-        try:
-            return take_ports(host, port or next(PORTS), count)
-        except OSError:
-            if port:
-                raise
+    make_quick(monkeypatch)
 
 
 def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerConfig:
@@ -62,27 +45,8 @@ def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerC
     return wrapper_config(program, model_folder, heartbeat_s=0.05, **server)
 
 
-def names(config: ServerConfig) -> list[Entry]:
-    return NameRegistry.of(config, ttl_s=600.0).list("llm_server")
-
-
 def gone(pids: list[int]) -> bool:
     return all(map(has_exited, pids))
-
-
-@asynccontextmanager
-async def serving(config: ServerConfig, count: int = 1) -> AsyncIterator[asyncio.Task[None]]:
-    """Run the wrapper in this loop; yield when `count` servers have a name."""
-    task = asyncio.ensure_future(SGLangServer(config).serve())
-    try:
-        await eventually(lambda: task.done() or len(names(config)) == count, "names")
-        if task.done():
-            task.result()
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-        assert not names(config)
 
 
 async def test_registry_entry_has_the_fields_clients_need_and_follows_the_server(
