@@ -103,7 +103,7 @@ Server(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-class ServerProgram:
+class FakeProgram:
     """The program in `folder`, and its orders."""
 
     start: ClassVar[str]
@@ -157,7 +157,7 @@ class ServerProgram:
 
 
 def program_config(
-    program: ServerProgram,
+    program: FakeProgram,
     model: Path | str,
     *,
     dtype: str = "float32",

@@ -9,7 +9,7 @@ from typing import Any
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.llm_server import LLMServerConfig
 from arealite.ext.sglang.config import SGLangServerConfig
-from tests.fakes.server_program import ServerProgram, program_config
+from tests.fakes.server_program import FakeProgram, program_config
 
 OPTIONS = {field.name for field in dataclasses.fields(SGLangServerConfig)}
 
@@ -22,7 +22,7 @@ seed = words[words.index("--random-seed") + 1]
 """
 
 
-class Program(ServerProgram):
+class Program(FakeProgram):
     """A stand-in for SGLang."""
 
     start = START

@@ -12,7 +12,7 @@ from typing import Any
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.llm_server import LLMServerConfig
 from arealite.ext.vllm.config import VLLMServerConfig
-from tests.fakes.server_program import ServerProgram, program_config
+from tests.fakes.server_program import FakeProgram, program_config
 
 OPTIONS = {field.name for field in dataclasses.fields(VLLMServerConfig)}
 
@@ -26,7 +26,7 @@ token = derived_token(secret) if secret else ""
 """
 
 
-class VLLMProgram(ServerProgram):
+class VLLMProgram(FakeProgram):
     """A stand-in for vLLM."""
 
     start = START

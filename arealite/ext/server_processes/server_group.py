@@ -24,7 +24,7 @@ from arealite.base.folder_checks import check_address, check_folder
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.base.signals import on_stop
 from arealite.ext.server_processes.config import ServerProcessOptions
-from arealite.ext.server_processes.server_process import Launch, Program, ServerProcess
+from arealite.ext.server_processes.server_process import Launch, ServerProcess, ServerProgram
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import take_ports
 
@@ -59,7 +59,7 @@ class ProbedPython:
 class ServerGroup(LLMServer):
     """Starts `num_servers` servers of one program, each with its port, devices and log."""
 
-    program: ClassVar[Program]
+    program: ClassVar[ServerProgram]
 
     def __init__(self, args: ServerConfig) -> None:
         self.config = args
@@ -171,7 +171,7 @@ def read_model_config(config: ServerConfig) -> Json:
     return model
 
 
-def describe(config: ServerConfig, program: Program, model: Json) -> dict[str, object]:
+def describe(config: ServerConfig, program: ServerProgram, model: Json) -> dict[str, object]:
     """Return the constant part of the content of the servers' names."""
     return {
         "type": program.package,
@@ -184,7 +184,7 @@ def describe(config: ServerConfig, program: Program, model: Json) -> dict[str, o
     }
 
 
-def probe(program: Program, python: str, device: str) -> ProbedPython:
+def probe(program: ServerProgram, python: str, device: str) -> ProbedPython:
     """Return the facts about a Python that has the program.
 
     Raises:
@@ -219,7 +219,7 @@ def probe(program: Program, python: str, device: str) -> ProbedPython:
     )
 
 
-def assign_devices(config: ServerConfig, program: Program, count: int) -> list[str] | None:
+def assign_devices(config: ServerConfig, program: ServerProgram, count: int) -> list[str] | None:
     """Return CUDA_VISIBLE_DEVICES of each server; None: the servers run on the CPU.
 
     Args:

@@ -50,7 +50,7 @@ STEADY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class ServerProgram:
     """A package that serves models."""
 
     package: str
@@ -78,7 +78,7 @@ class Launch:
     logs: Path
     metadata: dict[str, object]
     """The constant part of the name's content, with `type` and `protocol`."""
-    program: Program
+    program: ServerProgram
 
 
 class ServerProcess(Supervisor):

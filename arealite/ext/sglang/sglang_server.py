@@ -3,7 +3,7 @@
 import os
 
 from arealite.ext.server_processes.server_group import ServerGroup, model_folder
-from arealite.ext.server_processes.server_process import Program
+from arealite.ext.server_processes.server_process import ServerProgram
 from arealite.system.names.name_registry import NameRegistry
 from arealite.system.names.trial_secret import FILE
 
@@ -53,7 +53,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 command line. SGLang logs its arguments, so the repr of the key hides it. Only the HTTP process has
 the key; the other processes of the server have an empty key."""
 
-SGLANG = Program(
+SGLANG = ServerProgram(
     package="sglang",
     title="SGLang",
     setup_script="tools/setup_sglang_cpu.sh",

@@ -11,7 +11,7 @@ from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.base.model_folder import text_part
 from arealite.ext.server_processes.server_group import ProbedPython, ServerGroup, model_folder
-from arealite.ext.server_processes.server_process import Program
+from arealite.ext.server_processes.server_process import ServerProgram
 from arealite.ext.vllm.vllm_control import NEEDS_RESTART, ONE_TOKEN
 from arealite.ext.vllm.vllm_protocol import OLDEST_VERSION, version_numbers
 from arealite.system.names.name_registry import NameRegistry
@@ -43,7 +43,7 @@ CPU_HEAD_SIZES = frozenset((32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512))
 MAX_SOCKET_FOLDER = 60
 """Characters; the limit of a Unix socket's path is 107, and vLLM's names have 36."""
 
-VLLM = Program(
+VLLM = ServerProgram(
     package="vllm",
     title="vLLM",
     setup_script="tools/setup_vllm_cpu.sh",
@@ -122,6 +122,7 @@ class VLLMServer(ServerGroup):
         server = config.llm_server
         options = self.options
         configured: dict[str, Any] = {
+            "--served-model-name": "policy",  # else each answer has the path of the folder
             "--dtype": config.model.dtype,
             "--max-model-len": server.context_length,
             "--seed": config.seed + index,
