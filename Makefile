@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -78,7 +78,7 @@ help:
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench-real   compare generation and updates of SmolLM2 with transformers, vLLM (installed into $(VLLM_VENV)) and plain torch"
 	@echo "make bench-real-steps  compare training steps of SmolLM2 with TRL, and measure memory (MODEL=FOLDER)"
-	@echo "make bench        run every benchmark except bench-real, bench-real-steps, bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
+	@echo "make bench        run every benchmark except bench-real, bench-real-steps, bench-sglang, bench-vllm, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -291,7 +291,11 @@ bench-gateway: $(VENV)/.dev sglang
 	$(PY) tools/bench_gateway.py
 
 bench-sglang: $(VENV)/.dev sglang
-	$(PY) tools/bench_sglang.py
+	$(PY) tools/bench_servers.py
+
+# Throughput through client, agent and collector, and the pause of an update, on real vLLM.
+bench-vllm: $(VENV)/.dev vllm
+	$(PY) tools/bench_servers.py --kind vllm --only rollout interrupt stall
 
 # On a machine without a network, run the script without make: python3 tools/gpu_day.py --out FOLDER
 gpu-day: $(VENV)/.dev

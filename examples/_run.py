@@ -45,11 +45,12 @@ def complete(options: Sequence[str], laptop: Laptop) -> list[str]:
     return ["experiment_name=examples", f"trial_name={name}", *options, *own, *words]
 
 
-def sorting() -> list[str]:
+def sorting(*, heads: int = 4) -> list[str]:
     """Make the demo's model and data (six digits to sort); return options for a laptop."""
     from arealite.ext.demo.sorting import make_kit
 
-    kit = make_kit(tiny("sorting", "tools/demo_task.py"), seed=1)
+    name = "sorting" if heads == 4 else f"sorting-heads{heads}"
+    kit = make_kit(tiny(name, "tools/demo_task.py"), seed=1, heads=heads)
     return [
         f"model.path={kit / 'model'}",
         f"dataset.train={kit / 'train.jsonl'}",

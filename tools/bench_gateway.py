@@ -302,7 +302,7 @@ async def first(bench: Bench, address: str, model: Path, repeats: int, found: Me
 @contextmanager
 def served(model: Path, kind: str, folder: Path) -> Iterator[str]:
     """Run a server of this type; yield its address."""
-    from tools.sglang_site import PYTHON, free_port, healthy
+    from tools.server_site import PYTHON, free_port, healthy
 
     port = free_port()
     words = {"llm_server.type": kind, "llm_server.port": port, "model.path": model}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tools.sglang_site import Site
+    from tools.server_site import Site
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "tools" / "setup_sglang_cpu.sh"
@@ -70,7 +70,7 @@ def generate(site: Site, port: int) -> dict[str, Any]:
 def serve(folder: Path) -> dict[str, Any]:
     """Start the installed version, generate, publish, generate; return the results."""
     from tests.models import tiny_model
-    from tools.sglang_site import Site
+    from tools.server_site import Site
 
     begin = time.monotonic()
     site = Site(folder, tiny_model(folder / "model"))

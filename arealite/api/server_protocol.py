@@ -108,6 +108,9 @@ class ServerProtocol(ABC):
     """Routes whose answers `describe` reads."""
     streams_versions: bool
     """Whether a token of a stream has its version before the stream ends."""
+    status_s: float = 0.0
+    """How long a live server may take to report its version, or to continue: vLLM does so between
+    two steps of its model."""
 
     @abstractmethod
     def encode_request(self, request: GenerateRequest) -> bytes:

@@ -48,6 +48,10 @@ class ServerEndpoint:
         """The request up to the value of its last header, which is the length of the body."""
 
 
+class IdleConnectionClosed(ConnectionError):
+    """The server closed an idle connection before it read the request that we sent."""
+
+
 class Pool:
     """The connections of a client, of which at most `limit` carry a request.
 
@@ -64,10 +68,18 @@ class Pool:
     async def request(
         self, url: str, headers: Mapping[str, str], body: object = None
     ) -> StatusAndBody:
-        """POST `body` as JSON, or GET without one; see `send`."""
-        if body is None:
-            return await self.send(ServerEndpoint(url, headers, "GET"), b"")
-        return await self.send(ServerEndpoint(url, headers), msgspec.json.encode(body))
+        """POST `body` as JSON, or GET without one; see `send`.
+
+        A server that closes an idle connection at this moment gets the request once more.
+        """
+        endpoint = ServerEndpoint(url, headers, "GET" if body is None else "POST")
+        raw_body = b"" if body is None else msgspec.json.encode(body)
+        try:
+            return await self.send(endpoint, raw_body)
+        except IdleConnectionClosed:
+            for connection in self._idle.pop(endpoint.place, []):
+                connection.transport.close()
+        return await self.send(endpoint, raw_body)
 
     async def send(
         self, endpoint: ServerEndpoint, body: bytes, on_data: OnData | None = None
@@ -219,7 +231,10 @@ class Connection(asyncio.Protocol):
         if head is not None and head.length is None and not head.is_chunked:
             self._finish(head, self._data, len(self._data))
         reason = exc or "before its reply"
-        self._fail(ConnectionError(f"the server closed the connection: {reason}"))
+        error_type = ConnectionError
+        if self.idle_since and head is None and not self._data:
+            error_type = IdleConnectionClosed
+        self._fail(error_type(f"the server closed the connection: {reason}"))
 
     def _read_chunks(self, head: ReplyHead) -> None:
         """Move complete chunks into the body; finish the reply at the chunk of size 0."""

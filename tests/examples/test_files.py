@@ -49,7 +49,7 @@ def test_options_for_a_real_model_pass_preflight(
     Path("rows.jsonl").write_text(json.dumps(row))
     model = tiny_model("model", max_position_embeddings=8192)
     own = [f"model.path={model}", "cluster.name_root=names", "--dry-run"]
-    if file.stem == "external_sglang":
+    if file.stem.startswith("external_"):
         own += ["llm_server.addresses=[]", "launcher.llm_servers=1"]  # no server is running
     if not any(word.startswith("dataset.train=") or ".envs." in word for word in options):
         own.append("dataset.train=rows.jsonl")

@@ -197,6 +197,21 @@ async def test_idle_connection_that_the_server_closed_is_not_used_again(site) ->
     assert server.accepted == 2
 
 
+async def test_request_is_repeated_if_an_idle_connection_closes_at_that_moment(site) -> None:
+    server = ByteServer(PLAIN)
+    async with site(server) as (pool, endpoint):
+        await pool.send(endpoint, b"{}")
+        server.writers[0].transport.pause_reading()
+        host, port = endpoint.place
+        again = asyncio.create_task(pool.request(f"http://{host}:{port}/generate", {}))
+        [connection] = pool._idle[endpoint.place]
+        await eventually(lambda: not pool._idle[endpoint.place], "the request is sent")
+        assert connection._reply is not None
+        server.writers[0].transport.abort()
+        assert await again == (200, b"hello")
+    assert server.accepted == 2
+
+
 async def test_connection_idle_for_too_long_is_replaced(site, monkeypatch) -> None:
     server = ByteServer(PLAIN)
     async with site(server) as (pool, endpoint):

@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="arealite quickstart", description=str(__doc__))
     parser.add_argument("--seed", type=int, default=1, help="seed of model, data and training")
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")
+    parser.add_argument("--heads", type=int, help="attention heads of --kit; vLLM on a CPU needs 2")
     parser.add_argument("--model", choices=MODELS, help="a pretrained model, from its package")
     parser.add_argument(
         "--gguf",
@@ -62,8 +63,10 @@ def main(argv: Sequence[str]) -> int:
         return teach(options)
     if options.gguf or options.accept_license or options.lesson:
         parser.error("--gguf, --accept-license and --lesson need --model")
+    if options.heads and not options.kit:
+        parser.error("--heads needs --kit")
     if options.kit:
-        print_and_make(options.kit, options.seed)
+        print_and_make(options.kit, options.seed, options.heads)
         return 0
     outputs.protect()
     with starters().early(ExperimentConfig()):  # the demo has the default parts
@@ -91,17 +94,17 @@ def teach(options: argparse.Namespace) -> int:
     return lesson_run.run()
 
 
-def make_kit(kit: Path, seed: int) -> None:
-    """Make model and data."""
+def make_kit(kit: Path, seed: int, heads: int | None = None) -> None:
+    """Make model and data; None: the usual number of heads."""
     from arealite.ext.demo import sorting  # imports torch
 
-    sorting.make_kit(kit, seed)
+    sorting.make_kit(kit, seed, heads=heads or sorting.SHAPE.heads)
 
 
-def print_and_make(kit: Path, seed: int) -> None:
+def print_and_make(kit: Path, seed: int, heads: int | None = None) -> None:
     """Make model and data, after a line that says so."""
     print(f"model and data: {kit}; the model is taught until 30 % of its answers are right")
-    make_kit(kit, seed)
+    make_kit(kit, seed, heads)
 
 
 def run(kit: Path, options: argparse.Namespace) -> int:

@@ -118,7 +118,8 @@ class ExternalServers:
         heartbeat_s = self.registry.heartbeat_s
 
         async def version() -> str | int | None:
-            raw = await self._get(url + protocol.version_path, self.registry.ttl_s)
+            wait_s = max(self.registry.ttl_s, protocol.status_s)
+            raw = await self._get(url + protocol.version_path, wait_s)
             return protocol.read_version(raw or b"{}")
 
         async def load() -> Load | None:

@@ -91,6 +91,7 @@ class VLLMProtocol(ServerProtocol):
     load_path = "/metrics"
     describe_paths = ("/version", "/v1/models", "/weight_info", INFO_PATH)
     streams_versions = False
+    status_s = 30.0
 
     def encode_request(self, request: GenerateRequest) -> bytes:
         """Return the body. vLLM takes a parameter that is missing from the model's folder."""

@@ -24,8 +24,8 @@ from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 logger = log.get(__name__)
 
 CONTINUE_S = 5.0
-"""Limit of a continue request and of status requests. It does not count towards `timeout_s`: a
-server whose update timed out is still continued."""
+"""Shortest limit of a continue request and of status requests. It does not count towards
+`timeout_s`: a server whose update timed out is still continued."""
 
 
 class ServerRefusal(RoleError):
@@ -121,6 +121,11 @@ class ServerControl(ABC):
         return f"llm_server-{self.id}"
 
     @property
+    def status_s(self) -> float:
+        """Limit of a request to continue, and of status requests."""
+        return max(CONTINUE_S, self.protocol.status_s)
+
+    @property
     def can(self) -> Capabilities:
         """The server's capabilities, which `connect` reads."""
         assert self.capabilities is not None, "connect first"
@@ -207,7 +212,7 @@ class ServerControl(ABC):
             difference = served.difference(shapes)
             if difference:
                 raise RoleError(f"the trainer's tensors differ: {difference}")
-        with self.time_limit("the answer to a continue", CONTINUE_S):
+        with self.time_limit("the answer to a continue", self.status_s):
             await self.send_continue()
         self.capabilities = await self.probe()
         logger.info("server probed", server=self.id, **msgspec.to_builtins(self.capabilities))
@@ -248,7 +253,7 @@ class ServerControl(ABC):
 
     async def resume(self) -> None:
         """Continue the server, unless it is broken and keeps no label that says so."""
-        with self.time_limit("a continue", CONTINUE_S):
+        with self.time_limit("a continue", self.status_s):
             if self.broken and not await self.mark_broken():
                 return
             await self.send_continue()
@@ -282,7 +287,7 @@ class ServerControl(ABC):
 
     async def version(self) -> str | None:
         """Return the version that the server reports; None if it reports none."""
-        with self.time_limit("model info", CONTINUE_S):
+        with self.time_limit("model info", self.status_s):
             answer = await self.request_ok(self.protocol.version_path)
             version = self.protocol.read_version(answer.encode())
         return None if version is None else str(version)
@@ -296,7 +301,7 @@ class ServerControl(ABC):
         Args:
             resume: Continue the server; False only shows the pause.
         """
-        with self.time_limit("readiness", CONTINUE_S):
+        with self.time_limit("readiness", self.status_s):
             is_paused = await self.reports_pause()
         if not is_paused:
             self.clear_foreign_pause()
@@ -312,7 +317,7 @@ class ServerControl(ABC):
             )
             logger.warning(f"server is paused {cause}", server=self.id, continued=resume)
         if resume and is_paused is not False:
-            with self.time_limit("a continue", CONTINUE_S):
+            with self.time_limit("a continue", self.status_s):
                 await self.send_continue()
         elif self.foreign_pause is not None:
             table.add(self.foreign_pause)

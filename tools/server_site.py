@@ -1,6 +1,6 @@
-"""A trial with real SGLang servers, for bench_sglang.py: names, servers, client, publisher.
+"""A trial with real SGLang or vLLM servers: names, servers, client, publisher.
 
-bench_sglang.py has the measurements.
+bench_servers.py has the measurements.
 """
 
 from __future__ import annotations
@@ -41,19 +41,81 @@ from tools import bench_rollout  # registers its environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.environ.get("SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
 TOKENS, GROUP = 64, 8
 START_S = 300.0
+
+
+class SGLang:
+    """Options and requests of SGLang servers, without AReaLite's client and publisher."""
+
+    name = "sglang"
+    python = PYTHON
+    generate_path = "/generate"
+
+    def body(self, prompt_ids: list[int]) -> dict[str, Any]:
+        """Return the request of a generation of TOKENS tokens."""
+        sampling = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 1.0}
+        return {"input_ids": prompt_ids, "return_logprob": True, "sampling_params": sampling}
+
+    def output_ids(self, answer: Any) -> list[int]:
+        """Return the sampled tokens of an answer."""
+        return answer["output_ids"]
+
+    async def update(
+        self, http: aiohttp.ClientSession, url: str, folder: Path, version: int
+    ) -> float:
+        """Update a server from a folder by its own routes; return the seconds of the loading."""
+        body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+        await post(http, f"{url}/pause_generation", {"mode": "retract"})
+        seconds = await post(http, f"{url}/update_weights_from_disk", body)
+        await post(http, f"{url}/continue_generation", {})
+        return seconds
+
+
+class VLLM:
+    """Options and requests of vLLM servers, without AReaLite's client and publisher."""
+
+    name = "vllm"
+    python = VLLM_PYTHON
+    generate_path = "/inference/v1/generate"
+
+    def body(self, prompt_ids: list[int]) -> dict[str, Any]:
+        """Return the request of a generation of TOKENS tokens."""
+        sampling = {"max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 1.0}
+        sampling |= {"logprobs": 0, "detokenize": False}
+        return {"token_ids": prompt_ids, "sampling_params": sampling}
+
+    def output_ids(self, answer: Any) -> list[int]:
+        """Return the sampled tokens of an answer."""
+        return answer["choices"][0]["token_ids"]
+
+    async def update(
+        self, http: aiohttp.ClientSession, url: str, folder: Path, version: int
+    ) -> float:
+        """Update a server from a folder by its own routes; return the seconds of the loading."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await post(http, f"{url}/pause?mode=keep", {})
+        seconds = await post(http, f"{url}/collective_rpc", body)
+        seconds += await post(http, f"{url}/reset_prefix_cache", {})
+        await post(http, f"{url}/update_weight_version", {"new_version": str(version)})
+        await post(http, f"{url}/resume", {})
+        return seconds
+
+
+Kind = SGLang | VLLM
+KINDS: dict[str, Kind] = {"sglang": SGLang(), "vllm": VLLM()}
 
 
 class Site:
     """The names, the model and the config of one trial."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, kind: Kind = KINDS["sglang"]) -> None:
         sampling = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
         collector = CollectorConfig(
             env=EnvConfig(type="instant"), sampling=sampling, group_size=GROUP, concurrency=256
         )
-        self.folder, self.model = folder, model
+        self.folder, self.model, self.kind = folder, model, kind
         self.config = ExperimentConfig(
             cluster=ClusterConfig(name_root=str(folder / "names"), run_root=str(folder / "runs")),
             model=ModelConfig(path=str(model)),
@@ -63,13 +125,13 @@ class Site:
 
     @contextmanager
     def served(self) -> Iterator[int]:
-        """Run launch_llm_server with one SGLang server on the CPU; give its port once healthy."""
+        """Run launch_llm_server with one server on the CPU; give its port once healthy."""
         port = free_port()
         words = {
-            "llm_server.type": "sglang",
+            "llm_server.type": self.kind.name,
             "llm_server.port": port,
-            "llm_server.sglang.device": "cpu",
-            "llm_server.sglang.python": PYTHON,
+            f"llm_server.{self.kind.name}.device": "cpu",
+            f"llm_server.{self.kind.name}.python": self.kind.python,
             "model.path": self.model,
             "cluster.name_root": self.folder / "names",
             "cluster.run_root": self.folder / "runs",
@@ -186,7 +248,7 @@ class Episodes:
     async def one(self, _: int = 0) -> None:
         """Run one episode."""
         given = lease(next(Episodes.numbers))
-        episode, _ = await self.collector.run(given, given.members[0])
+        episode, _payloads = await self.collector.run(given, given.members[0])
         self.count += 1
         self.lost += episode.failure is not None
         self.tokens += sum(header.trained_tokens for header in episode.headers)
@@ -209,17 +271,15 @@ async def traffic(collector: Collector, lanes: int) -> AsyncIterator[Episodes]:
         over.set()
 
 
-def bare(url: str, session: aiohttp.ClientSession) -> Callable[[int], Awaitable[Any]]:
+def bare(url: str, session: aiohttp.ClientSession, kind: Kind) -> Callable[[int], Awaitable[Any]]:
     """Return the baseline: a function that sends the same request and reads the reply."""
-    sampling = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 1.0}
     tokenizer = tiny_tokenizer()
 
     async def one(number: int) -> None:
         task = lease(next(Episodes.numbers)).task
-        body = {"input_ids": tokenizer(task.prompt)["input_ids"], "return_logprob": True}
-        data = msgspec.json.encode(body | {"sampling_params": sampling})
-        async with session.post(f"{url}/generate", data=data) as response:
+        data = msgspec.json.encode(kind.body(tokenizer(task.prompt)["input_ids"]))
+        async with session.post(url + kind.generate_path, data=data) as response:
             answer = msgspec.json.decode(await response.read())
-        assert len(answer.get("output_ids", ())) == TOKENS, answer
+        assert len(kind.output_ids(answer)) == TOKENS, answer
 
     return one

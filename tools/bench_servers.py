@@ -1,10 +1,10 @@
-"""Measure rollout and weight publishers on real SGLang servers: throughput, interruptions, stalls.
+"""Measure rollout and publishers on real SGLang or vLLM servers: throughput, interruptions, stalls.
 
 Every figure has a baseline, measured alternately in the same run: a bare aiohttp loop, the server's
 own time for an update, a raw gloo broadcast of the same bytes. The script starts its servers with
-launch_llm_server, requires `make sglang`, and takes about five minutes on two cores.
+launch_llm_server, requires `make sglang` or `make vllm`, and takes about five minutes on two cores.
 
-    python tools/bench_sglang.py [--repeats 5] [--only rollout interrupt stall elastic distributed]
+    python tools/bench_servers.py [--kind vllm] [--repeats 5] [--only rollout interrupt stall …]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
@@ -36,6 +37,7 @@ import uvloop  # noqa: E402
 from arealite.api.server_protocol import ServerAnswer  # noqa: E402
 from arealite.base import log  # noqa: E402
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol  # noqa: E402
+from arealite.ext.vllm.vllm_protocol import VLLMProtocol  # noqa: E402
 from arealite.ext.weights import process_group  # noqa: E402
 from arealite.impl.client.server_choice import LLMServerState  # noqa: E402
 from arealite.impl.client.servers_client import ServersClient  # noqa: E402
@@ -46,8 +48,19 @@ from tests.sglang.real import free_port  # noqa: E402
 from tools import figures  # noqa: E402
 from tools.bench_rollout import rate  # noqa: E402
 from tools.bench_server import LARGE  # noqa: E402
-from tools.sglang_site import TOKENS, Episodes, Publisher, Site, bare, post, traffic, until  # noqa: E402
+from tools.server_site import (  # noqa: E402
+    KINDS,
+    TOKENS,
+    Episodes,
+    Kind,
+    Publisher,
+    Site,
+    bare,
+    traffic,
+    until,
+)
 
+PROTOCOLS = {"sglang": SGLangProtocol, "vllm": VLLMProtocol}
 SMALL = {"vocab": 320, "hidden_size": 128, "intermediate_size": 256}
 Note = Callable[[str, float], None]
 
@@ -61,7 +74,7 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
         aiohttp.ClientSession(connector=connector, headers=headers) as http,
     ):
         episodes = Episodes(collector)
-        ways = {"bare": bare(f"http://127.0.0.1:{port}", http), "ours": episodes.one}
+        ways = {"bare": bare(f"http://127.0.0.1:{port}", http, site.kind), "ours": episodes.one}
         for lanes in (8, 32, 128):
             rates: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(-1, repeats):
@@ -79,16 +92,17 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
 
 async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
     """Publish while 64 generations run, by retract and by abort; count interrupted generations."""
-    decode = SGLangProtocol.decode_answer
+    protocol_type: Any = PROTOCOLS[site.kind.name]
+    decode = protocol_type.decode_answer
     answered = 0
 
-    def count(protocol: SGLangProtocol, raw: bytes, num_before: int | None = None) -> ServerAnswer:
+    def count(protocol: Any, raw: bytes, num_before: int | None = None) -> ServerAnswer:
         nonlocal answered
         answer = decode(protocol, raw, num_before)
         answered += len(answer.output_ids)
         return answer
 
-    SGLangProtocol.decode_answer = count  # type: ignore[method-assign]
+    protocol_type.decode_answer = count
     for mode in ("retract", "abort"):
         answered = 0
         with site.publisher("disk", mode) as publisher:
@@ -104,13 +118,13 @@ async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
         note(f"interrupt.{mode}.resubmitted", stats["resubmissions"])
         note(f"interrupt.{mode}.failovers", stats["failovers"])
         note(f"interrupt.{mode}.tokens_kept_share", episodes.tokens / answered)
-    SGLangProtocol.decode_answer = decode  # type: ignore[method-assign]
+    protocol_type.decode_answer = decode
 
 
 async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) -> None:
     """Compare pause → continue of a publish with the server's own time for the same update.
 
-    Both under the same traffic, in turns: SGLang ends its running step first, which is most of the
+    Both under the same traffic, in turns: a server ends its running step first, most of the
     time of a large model on a CPU. `idle` is the same call on a server without requests.
     """
     url, stalls, own, idle = f"http://127.0.0.1:{port}", list[float](), list[float](), list[float]()
@@ -121,12 +135,7 @@ async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) 
         async with site.client() as (_, collector), http:
 
             async def bare_update() -> float:
-                label = {"weight_version": str(Publisher.version)}
-                body = {"model_path": str(copy), "flush_cache": True} | label
-                await post(http, f"{url}/pause_generation", {"mode": "retract"})
-                seconds = await post(http, f"{url}/update_weights_from_disk", body)
-                await post(http, f"{url}/continue_generation", {})
-                return seconds
+                return await site.kind.update(http, url, copy, Publisher.version)
 
             await publisher.publish()
             for _ in range(repeats):
@@ -240,9 +249,9 @@ def receive(port: int, size: int, times: int) -> None:
     dist.destroy_process_group(made)
 
 
-async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None:
+async def bench(folder: Path, kind: Kind, only: list[str], repeats: int, note: Note) -> None:
     """Run all measurements; at most two servers run at a time."""
-    small = Site(folder / "small", tiny_model(folder / "small" / "model", **SMALL))
+    small = Site(folder / "small", tiny_model(folder / "small" / "model", **SMALL), kind)
     if set(only) - {"distributed"}:
         with small.served() as port:
             if "rollout" in only:
@@ -254,7 +263,7 @@ async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None
             if "elastic" in only:
                 await elastic(small, port, note)
     if {"distributed", "stall"} & set(only):
-        large = Site(folder / "large", tiny_model(folder / "large" / "model", **LARGE))
+        large = Site(folder / "large", tiny_model(folder / "large" / "model", **LARGE), kind)
         with large.served() as port:
             if "stall" in only:
                 await stall(large, port, note, repeats=3, lanes=2)
@@ -263,9 +272,10 @@ async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None
 
 
 def main() -> None:
-    """Print the table and write out/bench/sglang.json."""
+    """Print the table and write out/bench/sglang.json, or vllm.json."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parts = ["rollout", "interrupt", "stall", "elastic", "distributed"]
+    parser.add_argument("--kind", choices=KINDS, default="sglang")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--receive", nargs=3, type=int, help=argparse.SUPPRESS)
@@ -285,9 +295,10 @@ def main() -> None:
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        uvloop.run(bench(Path(folder), options.only, options.repeats, note))
+        kind = KINDS[options.kind]
+        uvloop.run(bench(Path(folder), kind, options.only, options.repeats, note))
     note("seconds", time.perf_counter() - begin)
-    figures.save("sglang.json", results)
+    figures.save(f"{options.kind}.json", results)
 
 
 if __name__ == "__main__":
