@@ -282,7 +282,8 @@ class ServerProcess(Supervisor):
 
         The name then dies, so no client uses the server. The server is killed after `silence_s`.
         """
-        is_responsive = time.monotonic() - self._replied < self.config.cluster.ttl_s
+        longest_s = max(self.config.cluster.ttl_s, self.protocol.status_s)
+        is_responsive = time.monotonic() - self._replied < longest_s
         return self._entry.copy() if is_responsive else None
 
     async def _description(self) -> ServerDescription:
@@ -338,7 +339,7 @@ class ServerProcess(Supervisor):
     @property
     def _reply_s(self) -> float:
         """Time limit of a request that is repeated, in seconds."""
-        return self.options.silence_s / 3
+        return max(self.options.silence_s / 3, self.protocol.status_s)
 
     async def _answer(self, path: str, body: Json | None = None) -> bytes:
         """Repeat a request until the server replies."""

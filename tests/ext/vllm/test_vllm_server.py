@@ -8,6 +8,8 @@ import hmac
 import json
 import os
 import signal
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from arealite.api.experiment_config import ServerConfig
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base.errors import UserError
 from arealite.ext.server_processes import server_process
-from arealite.ext.server_processes.server_process import Launch
+from arealite.ext.server_processes.server_process import Launch, ServerProcess
 from arealite.ext.vllm.vllm_control import NEEDS_RESTART
 from arealite.ext.vllm.vllm_server import INSIDE, REQUIRED_ARGUMENTS, SECRET_FILE, VLLMServer
+from arealite.impl.http_client import Pool
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.server_program import make_quick, names, serving
 from tests.fakes.vllm_program import VLLMProgram
@@ -274,6 +277,22 @@ async def test_server_that_only_a_restart_repairs_is_restarted_with_one_line(
             assert after.value["version"] == "default"
     losses = [event["error"] for event in events if event["event"] == "server lost"]
     assert "a failed update has broken its weights" in losses[0]
+
+
+def test_server_may_need_a_step_of_its_model_to_report_its_version(
+    program: VLLMProgram, model_folder: Path
+):
+    settings = config(program, model_folder, silence_s=45.0)
+    (launch,) = plan(settings)
+    with closing(Pool(1.0)) as pool:
+        server = ServerProcess(launch, settings, pool)
+    step_s = server.protocol.status_s
+    assert step_s > settings.cluster.ttl_s
+    server._replied = time.monotonic() - step_s + 10.0
+    assert server._value() is not None, "it still has a name"
+    assert server._reply_s == step_s
+    server._replied = time.monotonic() - step_s - 1.0
+    assert server._value() is None
 
 
 async def test_server_whose_engine_died_is_restarted(program: VLLMProgram, model_folder: Path):
