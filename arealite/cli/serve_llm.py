@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         ServerConfig,
         argv,
         command="launch_llm_server.py",
-        description="Start a language-model server with SGLang's HTTP protocol.",
+        description="Start language-model servers of a trial: embedded, SGLang or vLLM.",
     )
     config = resolved.resolve_host(config)
     bypass_proxies(config.llm_server.host)  # SGLang sends itself a first request

@@ -44,6 +44,7 @@ MISSING = {
         [f"{ENV}.type=tools", f"{ENV}.tools.tools=[python]", f"{ENV}.tools.python.backend=monty"]
     ],
     "sglang": [["launcher.llm_servers=1", "launcher.server_args=[llm_server.type=sglang]"]],
+    "vllm": [["launcher.llm_servers=1", "launcher.server_args=[llm_server.type=vllm]"]],
     "wandb": [["logger.types=[wandb]"]],
     "trackio": [["logger.types=[trackio]"]],
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arealite.system.names.trial_secret import create_secret
+from arealite.system.names.name_registry import create_secret
 from tests.sglang.real import Real
 from tests.sglang.shared import Answer, call
 from tests.vllm.real import real_vllm, vllm_model

@@ -17,7 +17,8 @@ from arealite.base.folder_checks import check_folder
 from arealite.base.printable import fold
 from arealite.ext.diagnosis.exit_reason import exit_reason
 from arealite.ext.machine import info
-from arealite.ext.sglang.sglang_server import probe
+from arealite.ext.server_processes.server_group import probe
+from arealite.ext.sglang.sglang_server import SGLANG
 from arealite.impl.launcher.processes import rank_environments
 
 LIMIT_S = 600.0
@@ -117,7 +118,7 @@ def explain_missing(rows: list[PlannedCheck], plan: PlannedCheck) -> None:
     sglang_error = ""
     if any(row["server"] == "sglang" for row in rows):
         try:
-            probe(plan["python"], "auto" if gpus else "cpu")
+            probe(SGLANG, plan["python"], "auto" if gpus else "cpu")
         except UserError as error:
             sglang_error = f"{error} Option: --sglang-python PATH"
     for row in rows:

@@ -26,7 +26,8 @@ ANSWER_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the tables. Overrides: llm_server.sglang.python names the Python of SGLang."""
+    """Print the tables. Overrides: llm_server.sglang.python names the Python of SGLang, and
+    llm_server.vllm.python that of vLLM."""
     config = configs.parse(
         ServerConfig,
         argv,
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         description="Show versions, devices, parts, extras, sandbox; how to install missing ones.",
     )
     parts = {
-        "versions": versions(config.llm_server.sglang.python),
+        "versions": versions(config.llm_server.sglang.python, config.llm_server.vllm.python),
         "devices": devices(),
         "back ends": ((table.kind, ", ".join(table.names())) for table in TABLES.values()),
         "extras": extras(),
@@ -47,11 +48,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def versions(sglang_python: str | None) -> Iterator[InfoLine]:
+def versions(sglang_python: str | None, vllm_python: str | None = None) -> Iterator[InfoLine]:
     """Yield the version of each program, or how to install it.
 
     Args:
         sglang_python: The Python that has SGLang; None: this one.
+        vllm_python: The Python that has vLLM; None: this one.
     """
     yield "arealite", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
@@ -59,23 +61,24 @@ def versions(sglang_python: str | None) -> Iterator[InfoLine]:
     build = f" (CUDA {cuda_version})" if cuda_version else " (CPU only)"
     yield "torch", package("torch") + build
     yield "transformers", package("transformers")
-    yield "sglang", _sglang_version(sglang_python)
+    yield "sglang", _server_version("sglang", sglang_python)
+    yield "vllm", _server_version("vllm", vllm_python)
     yield "slurm", _slurm_version()
 
 
-def _sglang_version(sglang_python: str | None) -> str:
-    """Return the version of SGLang in its Python, or how to install it."""
-    if not sglang_python:
-        installed = package("sglang")
+def _server_version(name: str, python: str | None) -> str:
+    """Return the version of a server's package in its Python, or how to install it."""
+    if not python:
+        installed = package(name)
         if installed:
             return installed
         return (
-            f"missing: pip install {extra_requirement('sglang')}, "
-            "or set llm_server.sglang.python=PATH to a Python that has it"
+            f"missing: pip install {extra_requirement(name)}, "
+            f"or set llm_server.{name}.python=PATH to a Python that has it"
         )
-    code = "import importlib.metadata as m; print(m.version('sglang'))"
-    version = output_of([str(Path(sglang_python).expanduser()), "-c", code])
-    return f"{version or 'missing'} ({sglang_python})"
+    code = f"import importlib.metadata as m; print(m.version('{name}'))"
+    version = output_of([str(Path(python).expanduser()), "-c", code])
+    return f"{version or 'missing'} ({python})"
 
 
 def _slurm_version() -> str:
@@ -107,8 +110,9 @@ def devices() -> Iterator[InfoLine]:
 def extras() -> Iterator[InfoLine]:
     """Yield each extra of this package: the versions of its packages, or how to install it."""
     packages = _packages_of_extras()
-    # SGLang is in "versions", and may be in a virtual environment of its own.
-    packages.pop("sglang", None)
+    # These are in "versions", and may be in virtual environments of their own.
+    for server in ("sglang", "vllm"):
+        packages.pop(server, None)
     for extra, names in packages.items():
         absent = [name for name in names if not package(name)]
         if absent:

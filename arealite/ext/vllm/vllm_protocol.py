@@ -156,7 +156,7 @@ class VLLMProtocol(ServerProtocol):
         model: Json = models[0]
         if not program_version or model.get("owned_by") != "vllm":
             return None
-        if _numbers(program_version) < OLDEST_VERSION:
+        if version_numbers(program_version) < OLDEST_VERSION:
             raise UserError(
                 f"it is vLLM {program_version}, which does not report the version of each token. "
                 "Install vLLM 0.32 or newer."
@@ -218,7 +218,7 @@ def _expert_ids(routed_experts: str | None) -> np.ndarray | None:
     return np.load(file, allow_pickle=False).astype("<i4").ravel()
 
 
-def _numbers(program_version: str) -> tuple[int, ...]:
+def version_numbers(program_version: str) -> tuple[int, ...]:
     """Return the first two numbers of a program's version; a version without numbers is new."""
     numbers = re.findall(r"\d+", program_version)[:2]
     return tuple(map(int, numbers)) or OLDEST_VERSION

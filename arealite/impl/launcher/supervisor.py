@@ -1,6 +1,6 @@
 """Supervisors: restart policy and restart budgets.
 
-Launchers, the parent of an embedded server and the wrapper of an SGLang server are supervisors.
+Launchers and the parents of servers are supervisors.
 """
 
 import asyncio

@@ -39,7 +39,7 @@ def test_missing_packages_are_shown_with_their_install_command(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     there = metadata.version
-    gone = {"peft", "sglang", "ray"}
+    gone = {"peft", "sglang", "vllm", "ray"}
 
     def version(name: str) -> str:
         if name in gone:
@@ -50,9 +50,10 @@ def test_missing_packages_are_shown_with_their_install_command(
     shown = table(capsys)
     assert shown["arealite"] == __version__
     assert shown["transformers"] == there("transformers")
-    assert shown["sglang"].startswith(
-        "missing: pip install -e '.[sglang]', or set llm_server.sglang.python=PATH"
-    )
+    for server in ("sglang", "vllm"):
+        assert shown[server].startswith(
+            f"missing: pip install -e '.[{server}]', or set llm_server.{server}.python=PATH"
+        )
     assert shown["slurm"] == "missing: apt-get install slurm-wlm"
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"
     assert shown["lora"] == "missing peft: pip install -e '.[lora]'"
@@ -69,15 +70,20 @@ def test_info_shows_the_output_of_external_tools(
         "sinfo": "echo no configuration >&2; exit 1",
         "nvidia-smi": "echo 'NVIDIA H100, 81559 MiB, 570.1'; echo 'NVIDIA H100, 81559 MiB, 570.1'",
         "python-with-sglang": "echo 0.5.9",
+        "python-with-vllm": "echo 0.32.0",
     }
     for name, words in said.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
         (tmp_path / name).chmod(0o755)
     python = tmp_path / "python-with-sglang"
-    shown = table(capsys, f"llm_server.sglang.python={python}")
+    vllm_python = tmp_path / "python-with-vllm"
+    shown = table(
+        capsys, f"llm_server.sglang.python={python}", f"llm_server.vllm.python={vllm_python}"
+    )
     assert shown["slurm"] == "installed, but `sinfo --version` fails"
     assert shown["GPU 1"].startswith("NVIDIA H100, 81559 MiB, 570.1")
     assert shown["sglang"] == f"0.5.9 ({python})"
+    assert shown["vllm"] == f"0.32.0 ({vllm_python})"
 
 
 def test_cuda_version_of_torch_is_read_without_importing_torch(

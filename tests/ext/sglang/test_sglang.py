@@ -13,10 +13,16 @@ from typing import Any
 
 import pytest
 
+from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import UserError
-from arealite.ext.sglang.sglang_server import plan
+from arealite.ext.server_processes.server_process import Launch
+from arealite.ext.sglang.sglang_server import SGLangServer
 from tests.fakes.sglang_program import Program
 from tests.fakes.sglang_program import wrapper_config as config
+
+
+def plan(config: ServerConfig) -> list[Launch]:
+    return SGLangServer(config).plan()
 
 
 def options(words: list[str]) -> dict[str, str]:
@@ -145,6 +151,7 @@ def test_vocab_size_comes_from_text_config_if_present(program: Program, model_fo
     (launch,) = plan(config(program, model_folder))
     assert launch.metadata == {
         "type": "sglang",
+        "protocol": "sglang",
         "model_path": str(model_folder),
         "model_type": "both",
         "architectures": [],

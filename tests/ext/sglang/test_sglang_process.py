@@ -4,15 +4,14 @@ scripted stand-in for SGLang."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +21,23 @@ import structlog.testing
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
-from arealite.ext.sglang import sglang_process, sglang_server
-from arealite.ext.sglang.sglang_process import SGLangProcess
+from arealite.ext.server_processes import server_process
+from arealite.ext.server_processes.server_process import ServerProcess
 from arealite.ext.sglang.sglang_server import SGLangServer
 from arealite.impl.http_client import Pool
-from arealite.impl.launcher.processes import Child, take_ports
+from arealite.impl.launcher.processes import Child
 from arealite.system.health import waits
-from arealite.system.names.name_registry import Entry, NameRegistry
+from arealite.system.names.name_registry import NameRegistry
+from tests.fakes.server_program import make_quick, names, serving, take_own_ports
 from tests.fakes.sglang_program import Program, wrapper_config
 from tests.waiting import eventually, has_exited, until, until_exited
 
 ROOT = Path(__file__).resolve().parents[3]
-PORTS = itertools.count(10_000 + os.getpid() % 900 * 10, 5)
-"""Below the ephemeral range."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten restart delays, lengthen answer deadlines, and use ports no other process gets."""
-    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.1, 0.2, 0.4))
-    monkeypatch.setattr(sglang_process, "TERMINATE_S", 60.0)
-    monkeypatch.setattr(sglang_process, "LOAD_S", 60.0)
-    for module in (sglang_server, sglang_process):
-        monkeypatch.setattr(module, "take_ports", take_own_ports)
-
-
-def take_own_ports(host: str, port: int, count: int) -> list[int]:
-    """Like `take_ports`, but choose ports outside the ephemeral range."""
-    while True:
-        try:
-            return take_ports(host, port or next(PORTS), count)
-        except OSError:
-            if port:
-                raise
+    make_quick(monkeypatch)
 
 
 def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerConfig:
@@ -62,27 +45,8 @@ def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerC
     return wrapper_config(program, model_folder, heartbeat_s=0.05, **server)
 
 
-def names(config: ServerConfig) -> list[Entry]:
-    return NameRegistry.of(config, ttl_s=600.0).list("llm_server")
-
-
 def gone(pids: list[int]) -> bool:
     return all(map(has_exited, pids))
-
-
-@asynccontextmanager
-async def serving(config: ServerConfig, count: int = 1) -> AsyncIterator[asyncio.Task[None]]:
-    """Run the wrapper in this loop; yield when `count` servers have a name."""
-    task = asyncio.ensure_future(SGLangServer(config).serve())
-    try:
-        await eventually(lambda: task.done() or len(names(config)) == count, "names")
-        if task.done():
-            task.result()
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-        assert not names(config)
 
 
 async def test_registry_entry_has_the_fields_clients_need_and_follows_the_server(
@@ -96,6 +60,7 @@ async def test_registry_entry_has_the_fields_clients_need_and_follows_the_server
         assert entry.value == {
             "address": f"http://127.0.0.1:{port}",
             "type": "sglang",
+            "protocol": "sglang",
             "model_path": str(model_folder),
             "model_type": "qwen2",
             "architectures": ["Qwen2ForCausalLM"],
@@ -157,7 +122,7 @@ async def test_server_is_shown_as_starting_and_restarting_until_it_answers(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shown = lambda: [w.event for w in waits.table if w.owner == waits.SUPERVISOR]  # noqa: E731
-    monkeypatch.setattr(sglang_process, "PAUSES_S", (600.0,))
+    monkeypatch.setattr(server_process, "PAUSES_S", (600.0,))
     settings = quick_config(program, model_folder)
     limit = settings.llm_server.sglang.max_restarts
     async with serving(settings):
@@ -185,17 +150,17 @@ async def test_killed_server_is_unregistered_at_once_and_restarted(
 async def test_failed_restart_counts_as_a_death(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    spawn = sglang_process.spawn
+    spawn = server_process.spawn
 
     async def refuse(name: str, *_: Any, **__: Any) -> Child:
-        monkeypatch.setattr(sglang_process, "spawn", spawn)
+        monkeypatch.setattr(server_process, "spawn", spawn)
         raise UserError(f"{name} cannot be started: no memory")
 
     settings = quick_config(program, model_folder)
     with structlog.testing.capture_logs() as events:
         async with serving(settings):
             (before,) = names(settings)
-            monkeypatch.setattr(sglang_process, "spawn", refuse)
+            monkeypatch.setattr(server_process, "spawn", refuse)
             os.kill(before.value["pid"], signal.SIGKILL)
             await eventually(lambda: not names(settings), "the name to go")
             await eventually(lambda: names(settings), "the name to come back")
@@ -217,7 +182,7 @@ async def test_registry_entry_of_a_silent_server_expires(program: Program, model
 async def test_restart_uses_another_port_if_the_old_one_is_taken(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.5,))
+    monkeypatch.setattr(server_process, "PAUSES_S", (0.5,))
     settings = quick_config(program, model_folder)
     async with serving(settings):
         (before,) = names(settings)
@@ -232,7 +197,7 @@ async def test_restart_uses_another_port_if_the_old_one_is_taken(
 async def test_restart_delay_grows_until_a_server_stays_up(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02, 0.04, 0.08, 0.15))
+    monkeypatch.setattr(server_process, "PAUSES_S", (0.02, 0.04, 0.08, 0.15))
     settings = quick_config(program, model_folder)
     with structlog.testing.capture_logs() as events:
         async with serving(settings):
@@ -247,7 +212,7 @@ async def test_restart_delay_grows_until_a_server_stays_up(
             assert any("exit code 9" in e.get("error", "") for e in events)
             program.configure(exits={})
             (entry,) = await eventually(lambda: names(settings), "the name to come back")
-            monkeypatch.setattr(sglang_process, "STEADY_S", 0.0)
+            monkeypatch.setattr(server_process, "STEADY_S", 0.0)
             deaths = len(pauses())
             os.kill(entry.value["pid"], signal.SIGKILL)
             await eventually(lambda: len(pauses()) > deaths, "another death")
@@ -257,7 +222,7 @@ async def test_restart_delay_grows_until_a_server_stays_up(
 async def test_server_is_given_up_after_max_restarts(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02,))
+    monkeypatch.setattr(server_process, "PAUSES_S", (0.02,))
     settings = quick_config(program, model_folder, max_restarts=2)
     with (
         structlog.testing.capture_logs() as events,
@@ -298,16 +263,16 @@ async def test_stop_signal_reports_servers_that_were_given_up_before(
 async def test_silent_server_is_killed_and_restarted(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)  # otherwise a load request may hang, too
+    monkeypatch.setattr(server_process, "LOAD_S", 1.0)  # otherwise a load request may hang, too
     settings = quick_config(program, model_folder)
     options, asked = settings.llm_server.sglang, list[float]()
-    bounded = SGLangProcess._bounded
+    bounded = ServerProcess._bounded
 
-    def noted(server: SGLangProcess, what: str, seconds: float, **more: Any) -> Any:
+    def noted(server: ServerProcess, what: str, seconds: float, **more: Any) -> Any:
         asked.append(seconds)
         return bounded(server, what, seconds, **more)
 
-    monkeypatch.setattr(SGLangProcess, "_bounded", noted)
+    monkeypatch.setattr(ServerProcess, "_bounded", noted)
     async with serving(settings):
         object.__setattr__(options, "silence_s", 1.5)
         (entry,) = await eventually(lambda: 1.5 in asked and names(settings), "the next question")
@@ -332,8 +297,8 @@ async def test_silence_deadline_fires_if_a_probe_ends_at_the_same_time(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         settings = quick_config(program, model_folder, silence_s=0.9)
         with closing(Pool(60.0)) as pool:
-            (launch,) = sglang_server.plan(settings)
-            server = SGLangProcess(launch, settings, pool)
+            (launch,) = SGLangServer(settings).plan()
+            server = ServerProcess(launch, settings, pool)
             server.port = silent.getsockname()[1]
             # Block the loop inside a probe beyond its deadline (0.3 s) and the silence deadline.
             asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
@@ -344,7 +309,7 @@ async def test_silence_deadline_fires_if_a_probe_ends_at_the_same_time(
 async def test_server_that_hangs_only_on_loads_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 0.5)
+    monkeypatch.setattr(server_process, "LOAD_S", 0.5)
     settings = quick_config(program, model_folder)
     async with serving(settings):
         (entry,) = names(settings)
@@ -376,15 +341,15 @@ async def test_failed_start_of_one_server_stops_all_and_shows_its_last_log_lines
     timeout_s: float,
     text: str,
 ):
-    healthy = SGLangProcess._healthy
+    healthy = ServerProcess._healthy
 
-    async def once_both_run(server: SGLangProcess) -> None:
+    async def once_both_run(server: ServerProcess) -> None:
         if not orders.get("exits"):
             runs = [program.folder / f"started-{seed}.json" for seed in (1, 2)]
             await eventually(lambda: all(run.exists() for run in runs), "both to run")
         await healthy(server)
 
-    monkeypatch.setattr(SGLangProcess, "_healthy", once_both_run)
+    monkeypatch.setattr(ServerProcess, "_healthy", once_both_run)
     program.configure(
         says="line one\nno memory is left for the KV cache", grandchild=True, **orders
     )
@@ -410,7 +375,7 @@ async def test_sigterm_drains_running_requests(program: Program, model_folder: P
         pids = program.started()["pids"]
         os.kill(os.getpid(), signal.SIGTERM)
         await eventually(lambda: not names(settings), "the name to go first")
-        await asyncio.sleep(3 * sglang_process.POLL_S)
+        await asyncio.sleep(3 * server_process.POLL_S)
         assert not program.terms() and not gone(pids), "a request is running"
         program.load(0, 0)
         await task
@@ -428,7 +393,7 @@ async def test_server_that_ignores_sigterm_is_killed_after_the_timeout(
         until(program.terms, what="the signal to come")
 
     monkeypatch.setattr(Child, "send", heard)
-    monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
+    monkeypatch.setattr(server_process, "TERMINATE_S", 0.5)
     program.configure(ignores_term=True, grandchild=True)
     settings = quick_config(program, model_folder)
     async with serving(settings) as task:
@@ -462,13 +427,13 @@ async def test_cancellation_during_a_start_leaves_no_server_process(
 async def test_second_signal_ends_the_drain(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    leave, leaving = SGLangProcess._drain, asyncio.Event()
+    leave, leaving = ServerProcess._drain, asyncio.Event()
 
-    async def tell(server: SGLangProcess, child: Child) -> None:
+    async def tell(server: ServerProcess, child: Child) -> None:
         leaving.set()
         await leave(server, child)
 
-    monkeypatch.setattr(SGLangProcess, "_drain", tell)
+    monkeypatch.setattr(ServerProcess, "_drain", tell)
     settings = quick_config(program, model_folder, drain_timeout_s=600.0)
     async with serving(settings) as task:
         program.load(1, 0)

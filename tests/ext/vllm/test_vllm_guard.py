@@ -16,8 +16,9 @@ from typing import Any
 
 import arealite_vllm_guard
 import pytest
-from arealite.system.names.trial_secret import create_secret
 from arealite_vllm_guard import MAX_BODY, Guard, read_token
+
+from arealite.system.names.name_registry import create_secret
 
 INSIDE = Path(arealite_vllm_guard.__file__).parent
 Headers = dict[str, str]

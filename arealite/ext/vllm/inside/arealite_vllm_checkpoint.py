@@ -114,9 +114,9 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """
     headers = dict[str, TensorHeader]()
     for path in weight_files(folder):
-        if not path.is_file():  # to open a FIFO would block
-            raise UpdateRefused(f"{path} is missing or not a regular file")
         try:
+            if not path.is_file():  # to open a FIFO would block
+                raise UpdateRefused(f"{path} is missing or not a regular file")
             with safe_open(path, framework="pt") as file:
                 names: list[str] = file.keys()
                 for name in names:

@@ -1,6 +1,6 @@
-"""The supervisor of one SGLang server; it registers the server while the server replies.
+"""The supervisor of one server program; it registers the server while the server replies.
 
-`sglang` has the command line and the checks before the start.
+`server_group` has the checks before the start, and starts the supervisors.
 """
 
 import asyncio
@@ -11,15 +11,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from arealite.api.experiment_config import ServerConfig
+from arealite.api.server_protocol import (
+    Json,
+    Load,
+    ServerDescription,
+    ServerProtocol,
+    part_of_entry,
+)
 from arealite.base import log
-from arealite.base.errors import ArealiteError, DeadlineError, UserError
+from arealite.base.errors import ArealiteError, DeadlineError, RoleError, UserError
+from arealite.ext.server_processes.config import ServerProcessOptions
 from arealite.ext.server_processes.follow import follow
-from arealite.ext.sglang.sglang_api import context_length, total_load
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
@@ -29,20 +35,36 @@ from arealite.system.names.name_registry import NameRegistry
 
 logger = log.get(__name__)
 
-FIRST_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
-"""First request to a server. Old versions of SGLang report load and limits only after it."""
 POLL_S = 0.1
 LOAD_S = 1.0
-"""Time limit of a request for /v1/loads; the scheduler does not reply while it loads weights."""
+"""Time limit of a request for the load; a server may not reply while it loads weights."""
 TERMINATE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL. A paused server with requests never exits by itself."""
+"""Seconds between SIGTERM and SIGKILL. A paused SGLang with requests never exits by itself."""
 KILL_S = 30.0
-SILENT = (DeadlineError, OSError, msgspec.MsgspecError)
-"""Errors of a request to a server that does not reply, or not with JSON."""
+SILENT = (DeadlineError, OSError)
+"""Errors of a request to a server that does not reply."""
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Pauses before the restarts of a server that dies repeatedly."""
 STEADY_S = 60.0
 """After this time of health, deaths of a server are counted from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerProgram:
+    """A package that serves models."""
+
+    package: str
+    """Its name in Python; also the registered name of its servers, options and protocol."""
+    title: str
+    """Its name in messages."""
+    setup_script: str
+    """Script that installs it for a CPU."""
+    first_requests: dict[str, Json]
+    """Paths and bodies of requests that a server must answer before it is registered."""
+    warm_up_paths: tuple[str, ...] = ()
+    """Documents that are requested once before a server is registered."""
+    restart_version: str | None = None
+    """A server that reports this version is restarted: it has no usable weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +77,21 @@ class Launch:
     port: int
     logs: Path
     metadata: dict[str, object]
-    """The constant part of the name's content."""
+    """The constant part of the name's content, with `type` and `protocol`."""
+    program: ServerProgram
 
 
-class SGLangProcess(Supervisor):
+class ServerProcess(Supervisor):
     """Starts, registers and restarts one server."""
 
     def __init__(self, launch: Launch, config: ServerConfig, pool: Pool) -> None:
         super().__init__(logger.debug)
         self.launch = launch
         self.config = config
-        self.options = config.llm_server.sglang
+        self.options: ServerProcessOptions = config.llm_server.selected_options
         self.port = launch.port
+        entry = {"address": self.address, **launch.metadata}
+        self.protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
         self._pool = pool
         self._registry = NameRegistry.of(config)
         self._entry: dict[str, object] = {}
@@ -144,7 +169,7 @@ class SGLangProcess(Supervisor):
             async with registered:
                 self._served = True
                 self.roles[0].budget.mark_up()
-                await follow(  # raises when the server is silent
+                await follow(  # raises when the server is silent, or needs a restart
                     self._entry,
                     self._changed,
                     self._version,
@@ -185,7 +210,7 @@ class SGLangProcess(Supervisor):
         return Wait(
             event=event,
             owner="llm_server",
-            on=f"SGLang {self.address}",
+            on=f"{self.launch.program.title} {self.address}",
             seconds=seconds,
             replies_soon=replies_soon,
         )
@@ -232,18 +257,17 @@ class SGLangProcess(Supervisor):
         begin = time.monotonic()
         with self._bounded(f"{self.address}/health", self.options.start_timeout_s):
             await self._answer("/health")
-            await self._answer("/generate", FIRST_TOKEN)
-            models = await self._answer("/v1/models")
-            server_info = await self._get("/server_info", self._reply_s) or {}
+            for path, body in self.launch.program.first_requests.items():
+                await self._answer(path, body)
+            description = await self._description()
             self._entry = {
                 "address": self.address,
                 **self.launch.metadata,
-                "context_length": context_length(server_info, models),
+                "context_length": description.context_length,
                 "pid": self.children[0].pid,
             }
-            # The server computes this document at the first request and does not reply for a
-            # second. The publisher requests it as soon as the name exists.
-            await self._get("/openapi.json", self._reply_s)
+            for path in self.launch.program.warm_up_paths:
+                await self._get(path, self._reply_s)
             self._entry["version"] = await self._version()
             self._entry["load"] = await self._load()
         logger.info(
@@ -258,23 +282,54 @@ class SGLangProcess(Supervisor):
 
         The name then dies, so no client uses the server. The server is killed after `silence_s`.
         """
-        is_responsive = time.monotonic() - self._replied < self.config.cluster.ttl_s
+        longest_s = max(self.config.cluster.ttl_s, self.protocol.status_s)
+        is_responsive = time.monotonic() - self._replied < longest_s
         return self._entry.copy() if is_responsive else None
 
+    async def _description(self) -> ServerDescription:
+        """Return what the server says of itself, once it says it."""
+        while True:
+            answers: dict[str, Json] = {}
+            for path in self.protocol.describe_paths:
+                answers[path] = await self._get_json(path)
+            description = self.protocol.describe(answers)
+            if description is not None and description.context_length is not None:
+                return description
+            await asyncio.sleep(POLL_S)
+
     async def _version(self) -> str | int | None:
+        """Return the version of the server's weights.
+
+        Raises:
+            DeadlineError: the server is silent.
+            RoleError: the server needs a restart.
+        """
+        path = self.protocol.version_path
         reply = self._bounded(
-            f"an answer of {self.address}/model_info",
+            f"an answer of {self.address}{path}",
             self.options.silence_s,
             replies_soon=True,
         )
         with reply:
-            info = await self._answer("/model_info")
+            version = await self._read_version(path)
+        if version is not None and str(version) == self.launch.program.restart_version:
+            raise RoleError("a failed update has broken its weights")
         self._replied = time.monotonic()
-        return info.get("weight_version")
+        return version
 
-    async def _load(self, seconds: float = LOAD_S) -> dict[str, int] | None:
-        loads = await self._get("/v1/loads?include=core", seconds)
-        return total_load(loads or {})
+    async def _read_version(self, path: str) -> str | int | None:
+        """Repeat a request for the version until the server replies."""
+        while True:
+            answer = await self._answer(path)
+            with suppress(msgspec.MsgspecError):
+                return self.protocol.read_version(answer)
+            await asyncio.sleep(POLL_S)
+
+    async def _load(self, seconds: float = LOAD_S) -> Load | None:
+        answer = await self._get(self.protocol.load_path, seconds)
+        with suppress(msgspec.MsgspecError):
+            return None if answer is None else self.protocol.read_load(answer)
+        return None
 
     async def _has_requests(self, seconds: float) -> bool:
         """Return whether requests run or wait; False if the server does not reply in time."""
@@ -284,9 +339,9 @@ class SGLangProcess(Supervisor):
     @property
     def _reply_s(self) -> float:
         """Time limit of a request that is repeated, in seconds."""
-        return self.options.silence_s / 3
+        return max(self.options.silence_s / 3, self.protocol.status_s)
 
-    async def _answer(self, path: str, body: object = None) -> dict[str, Any]:
+    async def _answer(self, path: str, body: Json | None = None) -> bytes:
         """Repeat a request until the server replies."""
         while True:
             answer = await self._get(path, self._reply_s, body)
@@ -294,13 +349,20 @@ class SGLangProcess(Supervisor):
                 return answer
             await asyncio.sleep(POLL_S)
 
-    async def _get(self, path: str, seconds: float, body: object = None) -> dict[str, Any] | None:
-        """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
+    async def _get_json(self, path: str) -> Json:
+        """Return the JSON reply to a GET; {} without a reply in JSON."""
+        answer = await self._get(path, self._reply_s)
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(answer or b"{}", type=Json)
+        return {}
+
+    async def _get(self, path: str, seconds: float, body: Json | None = None) -> bytes | None:
+        """Return the reply to a GET, or to a POST if there is a body; None without a reply."""
         url = self.address + path
         with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
             status, raw = await self._pool.request(url, self._registry.headers(), body)
             if status < 400:
-                return msgspec.json.decode(raw or b"{}", type=dict)
+                return raw
         return None
 
     async def _drain(self, child: Child) -> None:
