@@ -11,6 +11,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import Shapes
 from arealite.ext.sglang.sglang_capabilities import read_capabilities
+from arealite.impl.publisher import control
 from arealite.impl.publisher.control import Capabilities, ServerControl, WeightGroup
 
 logger = log.get(__name__)
@@ -32,6 +33,9 @@ class SGLangControl(ServerControl):
     """Whether a session that a crashed publisher may have left open was closed."""
 
     async def probe(self) -> Capabilities:
+        """Continue the server, and read its capabilities."""
+        with self.time_limit("the answer to a continue", control.CONTINUE_S):
+            await self.send_continue()
         spec_answer = await self.request("/openapi.json")
         info_answer = await self.request("/server_info")
         output_answer = await self.request("/generate", ONE_TOKEN, is_slow=True)

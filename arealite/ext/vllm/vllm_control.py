@@ -45,8 +45,13 @@ class VLLMControl(ServerControl):
     """Whether the server checks weights before it changes the model."""
 
     async def probe(self) -> Capabilities:
-        answer = await self.request_ok("/inference/v1/generate", ONE_TOKEN, is_slow=True)
-        (choice,) = msgspec.json.decode(answer)["choices"]
+        """Read the server's capabilities. A paused server stays paused until it has new weights.
+
+        A token that it sampled from incomplete weights could end its process.
+        """
+        has_spans = True
+        if not await self.reports_pause():
+            has_spans = await self._generates_spans()
         version = msgspec.json.decode(await self.request_ok("/version"))["version"]
         tp = await self._world_size("?include_dp=false")
         world_size = await self._world_size("")
@@ -56,7 +61,7 @@ class VLLMControl(ServerControl):
         return Capabilities(
             version=f"vllm-{version}",
             pause_modes=frozenset(PAUSES),
-            spans=choice.get("weight_versions") is not None,
+            spans=has_spans,
             sessions=self.has_our_modules,
             buckets=self.has_our_modules,
             relabel=True,
@@ -147,6 +152,12 @@ class VLLMControl(ServerControl):
         return msgspec.json.decode(answer)["is_paused"]
 
     # ------------------------------------------------------------ internals
+
+    async def _generates_spans(self) -> bool:
+        """Return whether an answer has the version of each token."""
+        answer = await self.request_ok("/inference/v1/generate", ONE_TOKEN, is_slow=True)
+        (choice,) = msgspec.json.decode(answer)["choices"]
+        return choice.get("weight_versions") is not None
 
     async def _check_weights(self, weights: Mapping[str, object]) -> None:
         """Let each worker compare tensors with its model.
