@@ -92,6 +92,10 @@ class ScriptedServer(ABC):
     """Loads weights from a folder."""
     continue_path: str
     relabel_path: str
+    first_load_path: str
+    """First request of an update of weights from a folder, after the pause."""
+    probe_paths: tuple[str, ...]
+    """Requests with which a publisher begins."""
 
     def __init__(self, *, next_token: Callable[[list[int]], int] = next_letter, **settings: Any):
         self.next_token = next_token

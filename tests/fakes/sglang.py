@@ -29,6 +29,8 @@ class FakeSGLang(ScriptedServer):
     load_path = "/update_weights_from_disk"
     continue_path = "/continue_generation"
     relabel_path = "/update_weight_version"
+    first_load_path = load_path
+    probe_paths = ("/openapi.json", "/server_info", continue_path)
 
     def set_up(self) -> None:
         self.disjoint = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.fakes.scripted_server import folder_content
+from tests.fakes.scripted_server import BODY, folder_content
 
 if TYPE_CHECKING:
     from tests.fakes.sglang import FakeSGLang
@@ -72,7 +72,7 @@ class WeightRoutes:
                 raise web.HTTPNotFound
             status, answer = 200, {"success": True, "message": "Success"}
             try:
-                answer |= await handler(self.fake.body_of(request))
+                answer |= await handler(request[BODY])
             except Refused as refused:
                 status, answer = 400, {"success": False, "message": str(refused)}
             return web.json_response(answer, status=status)

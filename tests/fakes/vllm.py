@@ -50,6 +50,8 @@ class FakeVLLM(ScriptedServer):
     load_path = "/update_weights"
     continue_path = "/resume"
     relabel_path = "/update_weight_version"
+    first_load_path = "/collective_rpc arealite_check_weights"
+    probe_paths = ("/is_paused", "/version", "/get_world_size")
 
     def set_up(self) -> None:
         self.program_version = "0.32.0"

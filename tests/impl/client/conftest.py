@@ -18,8 +18,7 @@ from arealite.api.trial import ClusterConfig
 from arealite.impl.client.servers_client import ServersClient
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.scripted_server import ScriptedServer
-from tests.fakes.sglang import FakeSGLang
-from tests.fakes.vllm import FakeVLLM
+from tests.fakes.server_kinds import kind as kind
 
 
 class Site:
@@ -57,12 +56,6 @@ def experiment(tmp_path: Path) -> ExperimentConfig:
     # Entries expire only if a test removes them.
     cluster = ClusterConfig(name_root=str(tmp_path / "names"), ttl_s=600.0, user="test")
     return ExperimentConfig(cluster=cluster, server_wait_s=60.0)
-
-
-@pytest.fixture(params=[FakeSGLang, FakeVLLM], ids=["sglang", "vllm"])
-def kind(request: pytest.FixtureRequest) -> type[ScriptedServer]:
-    """Return the kind of the servers; a test of one kind parametrizes it."""
-    return request.param
 
 
 @pytest.fixture
