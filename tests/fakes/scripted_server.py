@@ -164,7 +164,7 @@ class ScriptedServer(ABC):
         """Return the number of tokens after which a generation ends."""
 
     @abstractmethod
-    def answer(self, job: Job) -> dict[str, Any]:
+    def whole_answer(self, job: Job) -> dict[str, Any]:
         """Return the whole answer of a generation."""
 
     @abstractmethod
@@ -414,7 +414,7 @@ class ScriptedServer(ABC):
                 return await self._stream(request, job)
             async for _ in self.tokens(job):
                 pass
-            return json_answer(self.answer(job))
+            return json_answer(self.whole_answer(job))
         finally:
             self._jobs.pop(job.key, None)
             await self._notify()

@@ -146,7 +146,7 @@ class FakeSGLang(ScriptedServer):
     def aborts_while_paused(self) -> bool:
         return self.paused != "in_place"
 
-    def answer(self, job: Job) -> dict[str, Any]:
+    def whole_answer(self, job: Job) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": job.rid,
             "finish_reason": _finish_reason(job),
@@ -165,7 +165,7 @@ class FakeSGLang(ScriptedServer):
         return {"text": text, "output_ids": list(job.output), "meta_info": meta}
 
     def event(self, job: Job, num_sent: int) -> dict[str, Any]:
-        event = self.answer(job)
+        event = self.whole_answer(job)
         if self.disjoint:
             for place, key in (
                 (event, "text"),

@@ -222,7 +222,7 @@ class FakeVLLM(ScriptedServer):
             self.stale_prefix_hits += self.weights.uses_stale_prefix(job.prompt)
         return await super().sample(job)
 
-    def answer(self, job: Job) -> dict[str, Any]:
+    def whole_answer(self, job: Job) -> dict[str, Any]:
         return self._body(job, 0)
 
     def event(self, job: Job, num_sent: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class VLLMWeights:
         """The weights that computed each cached prompt."""
         folder = Path(self.fake.model_path)
         self._served: ServedCheckpoint | None = None
-        if folder.is_dir():
+        if any(folder.glob("*.safetensors")):
             self._served = ServedCheckpoint(headers=read_headers(folder), is_tied=False)
 
     def handlers(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class VLLMWeights:
     async def _reload(self, weights_path: str) -> None:
         """Load a folder as stock vLLM does, without a check."""
         self.is_broken = True
-        content = await asyncio.to_thread(folder_content, weights_path)
+        content = await asyncio.to_thread(self.read_folder, weights_path)
         if content is None:
             raise WorkerFailed(f"{weights_path} is no folder")
         self.complete(content)
@@ -208,14 +208,14 @@ class VLLMWeights:
         self.begin_change()
         self.missing_names -= set(info.get("names", ()))
         if path:
-            self.content = await asyncio.to_thread(self.read_folder, path)
+            self.content = str(await asyncio.to_thread(self.read_folder, path))
         else:
             self.content = f"{self.content} {info['names']}"
         return {"message": "Weights updated"}
 
-    def read_folder(self, path: str) -> str:
-        """Return the identity of the weights in a folder."""
-        return str(folder_content(path))
+    def read_folder(self, path: str) -> str | None:
+        """Return the identity of the weights in a folder; None if it does not exist."""
+        return folder_content(path)
 
     async def _finish(self, body: Body) -> Body:
         if not self.is_active:

@@ -342,9 +342,9 @@ async def test_number_of_server_errors_is_bounded(site, monkeypatch) -> None:
 async def test_malformed_answer_counts_as_a_server_error(site, monkeypatch) -> None:
     monkeypatch.setattr(servers_client, "MAX_SERVER_ERRORS", 2)
     async with site({}, {}) as s:
-        s.servers[0].answer = lambda job: {"output_ids": "many"}
+        s.servers[0].whole_answer = lambda job: {"output_ids": "many"}
         assert (await s.generate()).stop_reason == "length"
-        s.servers[1].answer = s.servers[0].answer
+        s.servers[1].whole_answer = s.servers[0].whole_answer
         with pytest.raises(ServerUnavailable, match="not an answer"):
             await s.generate()
 
