@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from arealite.api.publisher_config import DiskPublisherConfig
 from safetensors.torch import load_file
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
+from arealite.api.publisher import DiskPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.client.servers_client import ServersClient
 from arealite.impl.publisher.disk import DiskPublisher

@@ -48,7 +48,6 @@ class VLLMControl(ServerControl):
 
         A token that it sampled from incomplete weights could end its process.
         """
-        await self._check_model()
         has_spans = True
         if not await self.reports_pause():
             has_spans = await self._generates_spans()
@@ -73,7 +72,6 @@ class VLLMControl(ServerControl):
         )
 
     async def send_pause(self, mode: str) -> None:
-        await self._check_model()
         await self.request_ok(PAUSES[mode], {})
         self.flush = mode != "in_place"
 
@@ -135,18 +133,17 @@ class VLLMControl(ServerControl):
     async def mark_broken(self) -> bool:
         """Set a label for a server without complete weights, and end its requests; it stays paused.
 
-        A token that it sampled now could end its process. An update of all weights repairs a server
-        with our modules, in most cases. The supervisor of a server restarts it if it has the label
-        NEEDS_RESTART; somebody else must restart an external server.
+        A token that it sampled now could end its process. An update of all weights repairs most
+        servers; the supervisor of a server restarts it if it has the label NEEDS_RESTART.
         """
-        label = NEEDS_RESTART
+        label = UNTRUSTED
         if self.has_our_modules:
             states = await self._call("arealite_state", {})
             if not any(state["obstacle"] for state in states):
                 self.broken = False
                 return True
-            if not any(state["needs_restart"] for state in states):
-                label = UNTRUSTED
+            if any(state["needs_restart"] for state in states):
+                label = NEEDS_RESTART
         await self.relabel(label, abort=True)
         await self.request_ok("/abort_requests", {})
         return False
@@ -156,17 +153,6 @@ class VLLMControl(ServerControl):
         return msgspec.json.decode(answer)["is_paused"]
 
     # ------------------------------------------------------------ internals
-
-    async def _check_model(self) -> None:
-        """Check that no failed update has destroyed the model; a token would end the server.
-
-        Raises:
-            RoleError: The server must be restarted.
-        """
-        if await self.version() == NEEDS_RESTART:
-            raise RoleError(
-                f"a failed update has destroyed the model of {self.address}; restart it"
-            )
 
     async def _check_reload(self) -> None:
         """Check that vLLM's own reload is right: on a CPU, a tied head would keep old weights.

@@ -18,7 +18,7 @@ from arealite.api.server_protocol import GenerateRequest, ServerAnswer, ServerDe
 from arealite.base.errors import InvariantError, UserError
 from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.ext.vllm.vllm_protocol import INFO_PATH, VLLMProtocol
-from arealite.impl.client import answers
+from arealite.impl.client import answer_checks
 from tests.impl.client.conftest import request
 from tests.impl.client.test_streams import Told
 
@@ -109,7 +109,7 @@ def test_answer_has_tokens_logprobs_and_the_version_of_each_token() -> None:
     answer = decoded([4, 5], finish_reason="length", weight_versions=SPANS)
     assert (answer.output_ids, answer.logprobs) == ([4, 5], [-0.5, -0.625])
     assert (answer.finish, answer.newest_version, answer.num_tokens) == ("length", "2", 2)
-    assert answers.token_versions(answer, 9) == [0, 2]
+    assert answer_checks.token_versions(answer, 9) == [0, 2]
     assert not answer.is_refusal
 
 
@@ -268,7 +268,7 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids: list[int], data: An
     assert answer is not None
     assert told.ids == answer.output_ids == ids[: ends[-1]]
     assert answer.logprobs == [-token / 8 for token in told.ids]
-    assert (answer.finish, answers.token_versions(answer, 0)) == ("length", [7] * ends[-1])
+    assert (answer.finish, answer_checks.token_versions(answer, 0)) == ("length", [7] * ends[-1])
 
 
 def test_stream_whose_logprobs_belong_to_other_tokens_is_refused() -> None:
