@@ -63,6 +63,7 @@ class FakeVLLM(ScriptedServer):
         """False: requests for tokens are refused, as without --enable-scale-out."""
         self.logprobs_mode = "processed_logprobs"
         self.dtype = "float32"
+        self.device = "cuda"
         self.is_repairable = True
         """False: only a restart repairs the model after a failed update."""
         self.stale_prefix_hits = 0
@@ -142,7 +143,11 @@ class FakeVLLM(ScriptedServer):
             "quantization": None,
             "logprobs_mode": self.logprobs_mode,
         }
-        config = {"instance_id": self.start_id, "model_config": model_config}
+        config = {
+            "instance_id": self.start_id,
+            "model_config": model_config,
+            "device_config": {"device": self.device},
+        }
         return json_answer({"vllm_config": config})
 
     async def _metrics(self, request: web.Request) -> web.Response:
