@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+
+from tests.fakes.scripted_server import BODY, folder_content
 
 if TYPE_CHECKING:
     from tests.fakes.sglang import FakeSGLang
@@ -71,7 +72,7 @@ class WeightRoutes:
                 raise web.HTTPNotFound
             status, answer = 200, {"success": True, "message": "Success"}
             try:
-                answer |= await handler(self.fake.body_of(request))
+                answer |= await handler(request[BODY])
             except Refused as refused:
                 status, answer = 400, {"success": False, "message": str(refused)}
             return web.json_response(answer, status=status)
@@ -95,8 +96,8 @@ class WeightRoutes:
     async def _from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         path = body.get("model_path", "")
         if body.get("abort_all_requests"):  # first, as SGLang does
-            await self.fake._abort_all()
-        content = await asyncio.to_thread(_content, path)
+            await self.fake.abort_all()
+        content = await asyncio.to_thread(folder_content, path)
         if content is None:
             raise Refused(f"Failed to get weights iterator: {path} is no folder")
         text = await self._change(body, content)
@@ -165,12 +166,3 @@ class WeightRoutes:
         told = self.fake.checksum or sha256(self.content.encode()).hexdigest()
         ranks = [{"checksums": {"weights": told}, "per_gpu_checksum": told}]
         return {"message": "Success.", "ranks": ranks, "per_engine_checksum": told}
-
-
-def _content(path: str) -> str | None:
-    """Return the identity of a folder's weights; None: a missing absolute path."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return None if folder.is_absolute() else path
-    files = sorted(folder.glob("*.safetensors"))
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

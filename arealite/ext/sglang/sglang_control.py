@@ -32,6 +32,9 @@ class SGLangControl(ServerControl):
     """Whether a session that a crashed publisher may have left open was closed."""
 
     async def probe(self) -> Capabilities:
+        """Continue the server, and read its capabilities."""
+        with self.time_limit("the answer to a continue", self.status_s):
+            await self.send_continue()
         spec_answer = await self.request("/openapi.json")
         info_answer = await self.request("/server_info")
         output_answer = await self.request("/generate", ONE_TOKEN, is_slow=True)

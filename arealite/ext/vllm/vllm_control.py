@@ -44,8 +44,14 @@ class VLLMControl(ServerControl):
     """Whether the server checks weights before it changes the model."""
 
     async def probe(self) -> Capabilities:
-        answer = await self.request_ok("/inference/v1/generate", ONE_TOKEN, is_slow=True)
-        (choice,) = msgspec.json.decode(answer)["choices"]
+        """Read the server's capabilities. A paused server stays paused until it has new weights.
+
+        A token that it sampled from incomplete weights could end its process.
+        """
+        await self._check_model()
+        has_spans = True
+        if not await self.reports_pause():
+            has_spans = await self._generates_spans()
         version = msgspec.json.decode(await self.request_ok("/version"))["version"]
         tp = await self._world_size("?include_dp=false")
         world_size = await self._world_size("")
@@ -57,7 +63,7 @@ class VLLMControl(ServerControl):
         return Capabilities(
             version=f"vllm-{version}",
             pause_modes=frozenset(PAUSES),
-            spans=choice.get("weight_versions") is not None,
+            spans=has_spans,
             sessions=self.has_our_modules,
             buckets=self.has_our_modules,
             relabel=True,
@@ -67,19 +73,11 @@ class VLLMControl(ServerControl):
         )
 
     async def send_pause(self, mode: str) -> None:
+        await self._check_model()
         await self.request_ok(PAUSES[mode], {})
         self.flush = mode != "in_place"
 
     async def send_continue(self) -> None:
-        """Continue the server, unless a failed update has destroyed its model.
-
-        Raises:
-            RoleError: The server must be restarted; a token would end its process.
-        """
-        if await self.version() == NEEDS_RESTART:
-            raise RoleError(
-                f"a failed update has destroyed the model of {self.address}; restart it"
-            )
         await self.request_ok("/resume", {})
 
     async def begin(self, shapes: Shapes) -> None:
@@ -159,6 +157,17 @@ class VLLMControl(ServerControl):
 
     # ------------------------------------------------------------ internals
 
+    async def _check_model(self) -> None:
+        """Check that no failed update has destroyed the model; a token would end the server.
+
+        Raises:
+            RoleError: The server must be restarted.
+        """
+        if await self.version() == NEEDS_RESTART:
+            raise RoleError(
+                f"a failed update has destroyed the model of {self.address}; restart it"
+            )
+
     async def _check_reload(self) -> None:
         """Check that vLLM's own reload is right: on a CPU, a tied head would keep old weights.
 
@@ -173,6 +182,12 @@ class VLLMControl(ServerControl):
                 "that is tied to the embedding; start it with llm_server.type=vllm, or with the "
                 "modules of arealite/ext/vllm/inside (docs/servers.md)"
             )
+
+    async def _generates_spans(self) -> bool:
+        """Return whether an answer has the version of each token."""
+        answer = await self.request_ok("/inference/v1/generate", ONE_TOKEN, is_slow=True)
+        (choice,) = msgspec.json.decode(answer)["choices"]
+        return choice.get("weight_versions") is not None
 
     async def _check_weights(self, weights: Mapping[str, object]) -> None:
         """Compare tensors with the model of each worker.

@@ -247,7 +247,8 @@ class ServersClient(LLMClient):
         """
         if stream is None or stream.answer is None:
             return None
-        self._check_streamed(generation, server, stream.answer)
+        if not stream.answer.spans:
+            self._check_streamed(generation, server, stream.answer)
         return stream.answer
 
     def _check_streamed(

@@ -135,7 +135,10 @@ class ServerControl(ABC):
 
     @abstractmethod
     async def probe(self) -> Capabilities:
-        """Read the server's capabilities."""
+        """Read the server's capabilities.
+
+        A publisher that crashed may have left the server paused.
+        """
 
     @abstractmethod
     async def send_pause(self, mode: str) -> None:
@@ -194,9 +197,7 @@ class ServerControl(ABC):
     # ------------------------------------------------------------ before the first update
 
     async def connect(self, shapes: Shapes) -> Capabilities:
-        """Continue the server, read its capabilities, and compare its model with `shapes`.
-
-        A publisher that crashed may have left the server paused.
+        """Compare the server's model with `shapes`, and read its capabilities.
 
         Raises:
             RoleError: The server's model has other tensors.
@@ -212,8 +213,6 @@ class ServerControl(ABC):
             difference = served.difference(shapes)
             if difference:
                 raise RoleError(f"the trainer's tensors differ: {difference}")
-        with self.time_limit("the answer to a continue", self.status_s):
-            await self.send_continue()
         self.capabilities = await self.probe()
         logger.info("server probed", server=self.id, **msgspec.to_builtins(self.capabilities))
         return self.capabilities

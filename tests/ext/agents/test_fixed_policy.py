@@ -109,10 +109,10 @@ async def test_server_of_another_trial_uses_its_own_tokenizer(tmp_path, model) -
     (header,) = episode.headers  # only the trained seat's
     assert (header.seat, header.reward, header.oldest_version) == ("agent", 1.0, 7)
     first, second = server.requests
-    shown = chat_tokenizer("chatml").decode(second["input_ids"])
+    shown = chat_tokenizer("chatml").decode(second.input_ids)
     assert shown.startswith("<|turn|>system\nS<|end|>\n<|turn|>user\n789<|end|>\n")
-    assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
-    params = first["sampling_params"]
+    assert second.input_ids[: len(first.input_ids)] == first.input_ids
+    params = first.sampling
     assert (params["temperature"], params["max_new_tokens"]) == (0.5, 4)
 
 

@@ -23,6 +23,8 @@ from arealite.base.errors import UserError
 from arealite.ext.external import external_servers
 from arealite.system.names.name_registry import NameRegistry, with_externals
 from tests.fakes.deadlines import WaitExpirer
+from tests.fakes.scripted_server import ScriptedServer
+from tests.fakes.server_kinds import kind as kind
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually
 
@@ -48,7 +50,7 @@ def experiment(folder: Path, *addresses: str, trial: str = "t") -> ExperimentCon
     )
 
 
-def at(server: FakeSGLang) -> str:
+def at(server: ScriptedServer) -> str:
     return server.url.removeprefix("http://")
 
 
@@ -132,9 +134,9 @@ async def test_error_names_a_server_that_accepts_connections_and_never_answers(
 
 
 async def test_server_with_an_api_key_is_used_only_with_that_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ScriptedServer]
 ) -> None:
-    async with FakeSGLang(api_key="theirs") as server:
+    async with kind(api_key="theirs") as server:
         config = experiment(tmp_path, at(server))
         assert "Set llm_server.api_key_env" in await refusal(config)
         servers = ExternalServersConfig(addresses=[at(server)], api_key_env="THEIR_KEY")
@@ -166,7 +168,7 @@ async def answering(answer: Callable[[str], str]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_server_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
+async def test_server_of_no_known_kind_is_refused(tmp_path: Path) -> None:
     async with answering(lambda path: "<html>welcome</html>") as address:
         assert "it is no server of a kind that is known here" in await refusal(
             experiment(tmp_path, address)
@@ -201,11 +203,11 @@ async def test_server_whose_models_have_another_form_is_refused_with_one_line(
     ],
 )
 async def test_server_with_a_model_of_another_shape_is_refused(
-    tmp_path: Path, theirs: dict[str, Any], says: str
+    tmp_path: Path, theirs: dict[str, Any], says: str, kind: type[ScriptedServer]
 ) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODEL | theirs))
-    async with FakeSGLang(model_path=str(tmp_path / "theirs")) as server:
+    async with kind(model_path=str(tmp_path / "theirs")) as server:
         assert says in await refusal(experiment(tmp_path, at(server)))
 
 
@@ -243,12 +245,15 @@ async def test_server_in_use_by_another_trial_is_refused(tmp_path: Path) -> None
         assert "arealite/t uses this server already" in await refusal(config)
 
 
-async def test_external_server_is_registered_while_it_answers(tmp_path: Path) -> None:
-    async with FakeSGLang(version="80") as server:
+async def test_external_server_is_registered_while_it_answers(
+    tmp_path: Path, kind: type[ScriptedServer]
+) -> None:
+    async with kind(version="80") as server:
         async with registering(experiment(tmp_path, at(server))) as named:
             entry = await named(lambda value: value["type"] == "external")
             assert entry["address"] == server.url
-            assert (entry["vocab_size"], entry["model_type"]) == (320, "qwen2")
+            assert (entry["vocab_size"], entry["context_length"]) == (320, 2048)
+            assert (entry["version"], server.version) == ("-1", "-1")
             server.version = "5"
             await named(lambda value: value["version"] == "5")
             await server.kill()
@@ -259,8 +264,10 @@ async def test_external_server_is_registered_while_it_answers(tmp_path: Path) ->
         assert {path for path, _ in server.calls} <= {"/update_weight_version"}
 
 
-async def test_server_used_without_updates_keeps_its_version(tmp_path: Path) -> None:
-    async with FakeSGLang(version="80") as server:
+async def test_server_used_without_updates_keeps_its_version(
+    tmp_path: Path, kind: type[ScriptedServer]
+) -> None:
+    async with kind(version="80") as server:
         async with registering(experiment(tmp_path, at(server)), updates=False) as named:
             entry = await named(lambda value: value["type"] == "external")
             assert entry["version"] == "80"
@@ -283,10 +290,12 @@ async def test_silent_external_server_is_removed_from_the_registry(
     assert expirer.expired == [600.0], "as long as a name lives"
 
 
-async def test_server_that_returns_with_another_model_is_not_registered(tmp_path: Path) -> None:
+async def test_server_that_returns_with_another_model_is_not_registered(
+    tmp_path: Path, kind: type[ScriptedServer]
+) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 64}))
-    async with FakeSGLang() as server:
+    async with kind() as server:
         config = experiment(tmp_path, at(server))
         async with registering(config) as named:
             await named(lambda value: True)

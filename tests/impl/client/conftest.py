@@ -17,18 +17,19 @@ from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, Server
 from arealite.api.trial import ClusterConfig
 from arealite.impl.client.servers_client import ServersClient
 from arealite.system.names.name_registry import NameRegistry
-from tests.fakes.sglang import FakeSGLang
+from tests.fakes.scripted_server import ScriptedServer
+from tests.fakes.server_kinds import kind as kind
 
 
 class Site:
     """Fake servers and a client that discovered them."""
 
-    def __init__(self, client: ServersClient, servers: list[FakeSGLang], names: NameRegistry):
+    def __init__(self, client: ServersClient, servers: list[ScriptedServer], names: NameRegistry):
         self.client, self.servers, self.names = client, servers, names
-        self.silent = set[FakeSGLang]()
+        self.silent = set[ScriptedServer]()
         """Servers whose registry entries are no longer renewed."""
 
-    def value(self, server: FakeSGLang) -> dict[str, Any] | None:
+    def value(self, server: ScriptedServer) -> dict[str, Any] | None:
         """Return the registry value that a server's supervisor writes."""
         return server.entry() if server.is_up and server not in self.silent else None
 
@@ -58,7 +59,14 @@ def experiment(tmp_path: Path) -> ExperimentConfig:
 
 
 @pytest.fixture
-def site(experiment: ExperimentConfig) -> Callable[..., Any]:
+def site(experiment: ExperimentConfig, kind: type[ScriptedServer]) -> Callable[..., Any]:
+    """Return a context with servers of one kind, unless a server's settings have its `kind`."""
+
+    async def start(stack: AsyncExitStack, settings: dict[str, Any]) -> ScriptedServer:
+        fields = {name: value for name, value in settings.items() if name != "kind"}
+        server: ScriptedServer = settings.get("kind", kind)(**fields)
+        return await stack.enter_async_context(server)
+
     @asynccontextmanager
     async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
         names = NameRegistry(root=name_dir(experiment), ttl_s=600.0, heartbeat_s=0.02)
@@ -66,9 +74,7 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
         limits = {"request_timeout_s": 60.0, "connect_timeout_s": 60.0}
         own = ServersClientConfig(**({"refresh_s": 0.05} | limits | client))
         async with AsyncExitStack() as stack:
-            servers = [
-                await stack.enter_async_context(FakeSGLang(**one)) for one in settings or ({},)
-            ]
+            servers = [await start(stack, one) for one in settings or ({},)]
             made = ServersClient(experiment, LLMClientConfig(servers=own))
             its = Site(made, servers, names)
             for index, server in enumerate(servers):

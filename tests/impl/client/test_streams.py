@@ -16,7 +16,7 @@ from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
 from arealite.impl.client import answer_checks
 from tests.impl.client.conftest import request
-from tests.impl.client.test_sglang import expected, post, push
+from tests.impl.client.test_servers_client import expected
 from tests.waiting import eventually
 
 EIGHT = expected([10, 20, 30], 8)
@@ -34,56 +34,14 @@ class Told(list[list[int]]):
         await eventually(lambda: len(self.ids) >= count, f"{count} tokens")
 
 
-@pytest.mark.parametrize("disjoint", [False, True])
-@pytest.mark.parametrize("spans", [False, True])
-async def test_streamed_response_equals_the_unstreamed_one(site, disjoint: bool, spans: bool):
+async def test_streamed_response_equals_the_unstreamed_one(site) -> None:
     told = Told()
-    async with site({"version": "3", "disjoint": disjoint, "spans": spans}) as s:
+    async with site({"version": "3"}) as s:
         streamed = await s.generate(on_tokens=told.append)
         assert streamed == await s.generate()
-        assert [sent["stream"] for sent in s.servers[0].requests] == [True, False]
+        assert [sent.is_stream for sent in s.servers[0].requests] == [True, False]
     assert told.ids == streamed.output_ids == EIGHT
     assert len(told) > 1
-
-
-@pytest.mark.parametrize("disjoint", [False, True])
-async def test_tokens_streamed_before_the_server_died_are_kept(site, disjoint: bool) -> None:
-    told, partial = Told(), list[LLMResponse]()
-    settings = {"version": "1", "disjoint": disjoint}
-    async with site({"hold_after": 3, **settings}, {**settings, "version": "2"}) as s:
-        first, second = s.servers
-        ask = s.generate(on_tokens=told.append, on_partial=partial.append)
-        task = asyncio.create_task(ask)
-        await told.until(3)
-        await first.kill()
-        response = await task
-        assert second.requests[0]["input_ids"] == [10, 20, 30, *EIGHT[:3]]
-        assert second.requests[0]["sampling_params"]["max_new_tokens"] == 5
-        assert s.client.stats()["failovers"] == s.client.stats()["resubmissions"] == 1
-        assert response.logprobs == [second.logprob(token) for token in EIGHT]
-    assert told.ids == response.output_ids == EIGHT
-    assert response.versions == [1] * 3 + [2] * 5
-    assert [p.output_ids for p in partial] == [EIGHT[:3]]
-    assert response.interruptions == 1
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_tokens_of_a_broken_stream_keep_the_versions_of_their_events(site, mode: str) -> None:
-    told = Told()
-    async with site({"version": "1", "hold_after": 3}, {"version": "3"}) as s:
-        first, _ = s.servers
-        task = asyncio.create_task(s.generate(on_tokens=told.append))
-        await told.until(3)
-        await post(first, "/pause_generation", mode=mode)
-        body = {"model_path": "m", "weight_version": "2", "flush_cache": False}
-        await post(first, "/update_weights_from_disk", **body)
-        first.hold_after = 5
-        await post(first, "/continue_generation")
-        await told.until(5)
-        await first.kill()
-        response = await task
-    assert told.ids == response.output_ids == EIGHT
-    assert response.versions == [1] * 3 + [2] * 2 + [3] * 3
 
 
 async def test_update_that_aborts_a_stream_continues_it(site) -> None:
@@ -91,7 +49,7 @@ async def test_update_that_aborts_a_stream_continues_it(site) -> None:
     async with site({"version": "1", "hold_after": 3}) as s:
         task = asyncio.create_task(s.generate(on_tokens=told.append))
         await told.until(3)
-        await push(s.servers[0], "2", "abort")
+        await s.servers[0].push("2", "abort")
         response = await task
     assert told.ids == response.output_ids == EIGHT
     assert (response.versions, response.interruptions) == ([1] * 3 + [2] * 5, 1)
@@ -115,9 +73,9 @@ async def test_stream_cut_after_its_last_token_is_complete(site) -> None:
         first, second = s.servers
 
         async def stream(http: Any, job: Any) -> None:
-            async for _ in first._tokens(job):
+            async for _ in first.tokens(job):
                 pass
-            body = b"data: " + msgspec.json.encode(first._answer(job)) + b"\n\n"
+            body = b"data: " + msgspec.json.encode(first.event(job, 0)) + b"\n\n"
             head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
             http.transport.write(head + b"%x\r\n%b\r\n" % (len(body), body))
             http.transport.close()
@@ -129,42 +87,12 @@ async def test_stream_cut_after_its_last_token_is_complete(site) -> None:
     assert (response.stop_reason, response.interruptions) == ("length", 0)
 
 
-@pytest.mark.parametrize(
-    ("event", "counter"),
-    [
-        ({"error": {"message": "scripted", "code": 500}}, "server_errors"),
-        ({"output_ids": "many"}, "server_errors"),
-    ],
-)
-async def test_error_within_a_stream_is_retried_after_its_tokens(site, event, counter) -> None:
-    told = Told()
-    async with site({}, {}) as s:
-        first, second = s.servers
-        answer = first._answer
-        first._answer = lambda job: event if len(job.output) > 3 else answer(job)
-        response = await s.generate(on_tokens=told.append)
-        assert s.client.stats()[counter] == 1
-        assert second.requests[0]["input_ids"] == [10, 20, 30, *EIGHT[:3]]
-    assert told.ids == response.output_ids == EIGHT
-
-
 async def test_refusal_as_an_event_raises_the_servers_message(site) -> None:
     async with site() as s:
         error = {"error": {"message": "the input is longer than the context", "code": 400}}
-        s.servers[0]._answer = lambda job: error
+        s.servers[0].event = lambda job, sent: error
         with pytest.raises(GenerationRefused, match="HTTP 400: the input is longer"):
             await s.generate(on_tokens=Told().append)
-
-
-async def test_tokens_of_too_old_weights_are_never_passed_on(site) -> None:
-    told = Told()
-    async with site({"version": "5"}, {"version": "5"}, refresh_s=600.0) as s:
-        first, _ = s.servers
-        first.version = "4"  # as after a restart that the client has not detected
-        response = await s.generate(on_tokens=told.append, min_version=5)
-        assert s.client.stats()["stale_answers"] == 1
-    assert told.ids == response.output_ids == EIGHT
-    assert response.versions == [5] * 8
 
 
 async def test_error_of_on_tokens_is_raised_and_not_retried(site) -> None:

@@ -12,12 +12,16 @@ from safetensors.torch import save_file
 from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
 from tests.fakes.deadlines import Clock, WaitExpirer
+from tests.fakes.scripted_server import ScriptedServer
+from tests.fakes.server_kinds import kind as kind
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import Site, tensors
 
 
 @pytest.fixture
-async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+async def site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ScriptedServer]
+) -> AsyncIterator[Site]:
     monkeypatch.setattr(base, "WATCH_S", 0.02)
     monkeypatch.setattr(base, "RETRY_S", 0.02)
     for module in (base, control):
@@ -27,7 +31,7 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     for name in ("config.json", "tokenizer.json", "old.bin"):
         (model / name).write_text("{}")
     save_file(tensors(0.0), model / "model.safetensors")
-    made = Site(tmp_path)
+    made = Site(tmp_path, kind)
     made.expirer, made.clock = WaitExpirer(monkeypatch, control), Clock(monkeypatch, base)
     yield made
     if made.publisher is not None:

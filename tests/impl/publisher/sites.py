@@ -16,12 +16,15 @@ from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, Publish
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError
+from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.publisher.servers import ServersPublisher
+from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.deadlines import Clock, WaitExpirer
-from tests.fakes.sglang import FakeSGLang
+from tests.fakes.scripted_server import ScriptedServer
 from tests.waiting import eventually
+
+GROUP = "g"
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -45,10 +48,26 @@ def publishing(folder: Path, model: Path, **publisher: Any) -> ExperimentConfig:
     )
 
 
+class TwoParts(DiskPublisher):
+    """A publisher that sends each version in two parts."""
+
+    async def update_server(self, server: ServerControl, version: int) -> None:
+        async def send(server: ServerControl) -> None:
+            await server.begin({"a.weight": [2, 3], "b.weight": [5]})
+            for name, number in (("a.weight", None), ("b.weight", version)):
+                await server.receive({"names": [name]}, GROUP, is_flat=False, version=number)
+
+        update = ServersUpdate(self, [server], version)
+        await update.pause()
+        await update.send(send)
+        await update.finish()
+
+
 class Site:
     """Fake servers, their registry entries, and a publisher."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, server_kind: type[ScriptedServer]) -> None:
+        self.server_kind = server_kind
         self.names, self.tmp_path = NameRegistry.of(publishing(tmp_path, tmp_path)), tmp_path
         self.staged = tmp_path / "staged"
         self.kind: type[ServersPublisher] = DiskPublisher
@@ -56,7 +75,7 @@ class Site:
         self.expirer: WaitExpirer
         self.clock: Clock
 
-    def register(self, server: FakeSGLang, server_id: str) -> None:
+    def register(self, server: ScriptedServer, server_id: str) -> None:
         """Register a server; waits of the publisher for it expire as soon as it hangs."""
         server.on_hang = lambda: self.expirer.expire(f"llm_server-{server_id}")
         self.names.put("llm_server", server_id, server.entry())
@@ -87,18 +106,23 @@ class Site:
         assert self.publisher is not None
         return [server.id for server in self.publisher._servers.values() if server.error]
 
+    def newest_folder(self) -> Path:
+        """Return the folder of the only staged version."""
+        (folder,) = self.staged.glob("*/v*")
+        return folder
+
     def versions(self) -> list[str]:
         return sorted(p.name for folder in self.staged.iterdir() for p in folder.glob("v*"))
 
 
-def paths(server: FakeSGLang) -> list[str]:
+def paths(server: ScriptedServer) -> list[str]:
     return [path for path, _ in server.calls]
 
 
 @asynccontextmanager
-async def servers(site: Site, count: int) -> AsyncIterator[list[FakeSGLang]]:
+async def servers(site: Site, count: int) -> AsyncIterator[list[ScriptedServer]]:
     async with AsyncExitStack() as stack:
-        made = [await stack.enter_async_context(FakeSGLang()) for _ in range(count)]
+        made = [await stack.enter_async_context(site.server_kind()) for _ in range(count)]
         for index, server in enumerate(made):
             site.register(server, f"s{index}")
         yield made

@@ -8,16 +8,23 @@ import stat
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import pytest
 from safetensors.torch import load_file
 
 from arealite.api.experiment_config import run_paths
+from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import DiskPublisherConfig
+from arealite.api.server_protocol import (
+    GenerateRequest,
+    ServerProtocol,
+    VersionSpan,
+    part_of_entry,
+)
 from arealite.base.errors import RoleError
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher.disk import DiskPublisher
-from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, paths, publishing, servers
 from tests.waiting import eventually
 
@@ -31,18 +38,9 @@ async def test_two_servers_are_updated_and_continued(site: Site) -> None:
         report = await site.publish(7, 2.0)
         for server in (first, second):
             assert (server.version, server.paused) == ("7", None)
-            assert paths(server)[-4:] == [
-                "/pause_generation",
-                "/end_weight_update",
-                "/update_weights_from_disk",
-                "/continue_generation",
-            ]
-            body = dict(server.calls)["/update_weights_from_disk"]
-            assert body["flush_cache"] is True
-            assert body["weight_version"] == "7"
         assert (report.servers, report.quarantined, report.num_bytes) == (2, [], 44)
         assert 0 < report.load_s <= report.stall_s
-        folder = Path(first.model_path)
+        folder = site.newest_folder()
         assert names_in(folder) == [
             "config.json",
             "model.safetensors",
@@ -50,14 +48,6 @@ async def test_two_servers_are_updated_and_continued(site: Site) -> None:
         ]
         assert load_file(folder / "model.safetensors")["a.weight"].tolist() == [[2.0] * 3] * 2
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-
-
-async def test_in_place_update_keeps_the_cache(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        await site.publish(1, pause_mode="in_place")
-        calls = dict(server.calls)
-        assert calls["/pause_generation"] == {"mode": "in_place"}
-        assert calls["/update_weights_from_disk"]["flush_cache"] is False
 
 
 async def test_only_the_newest_version_stays_staged_until_close(site: Site) -> None:
@@ -71,9 +61,9 @@ async def test_only_the_newest_version_stays_staged_until_close(site: Site) -> N
 
 
 async def test_large_weights_are_staged_as_shards_with_an_index(site: Site) -> None:
-    async with servers(site, 1) as (server,):
+    async with servers(site, 1):
         await site.publish(1, bucket_mb=0)
-        folder = Path(server.model_path)
+        folder = site.newest_folder()
         names = [name for name in names_in(folder) if name.startswith("model")]
         assert names == [
             "model-00001.safetensors",
@@ -87,7 +77,7 @@ async def test_server_that_dies_during_an_update_is_quarantined_and_updated_afte
     site: Site,
 ) -> None:
     async with servers(site, 2) as (good, bad):
-        bad.fail_next("die", path="/update_weights_from_disk")
+        bad.fail_next("die", path=bad.load_path)
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
         report = await site.publish(2)
@@ -101,7 +91,7 @@ async def test_server_that_dies_during_an_update_is_quarantined_and_updated_afte
 
 async def test_hanging_server_is_quarantined_and_updated_later(site: Site) -> None:
     async with servers(site, 2) as (good, slow):
-        slow.fail_next("hang", path="/update_weights_from_disk", count=1000)
+        slow.fail_next("hang", path=slow.load_path, count=1000)
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
         assert 50.0 < (site.expirer.expired[0] or 0.0) <= 60.0, "publisher.timeout_s"
@@ -113,7 +103,7 @@ async def test_closing_during_a_push_leaves_no_server_paused(site: Site) -> None
     async with servers(site, 1) as (server,):
         await site.publish(0)
         server.on_hang = lambda: None
-        server.fail_next("hang", path="/update_weights_from_disk")
+        server.fail_next("hang", path=server.first_load_path)
         pushing = asyncio.ensure_future(site.publish(1))
         await eventually(lambda: server.paused is not None)
         assert site.publisher is not None
@@ -134,7 +124,7 @@ async def test_closed_publisher_refuses_a_push(site: Site) -> None:
 
 
 async def test_server_that_joins_late_is_updated(site: Site) -> None:
-    async with servers(site, 1), FakeSGLang() as late:
+    async with servers(site, 1), site.server_kind() as late:
         await site.publish(4)
         assert late.version == "default"
         site.register(late, "late")
@@ -148,21 +138,13 @@ async def test_server_with_a_changed_version_is_updated_again(site: Site) -> Non
         await eventually(lambda: server.version == "4")
 
 
-async def test_server_paused_by_a_dead_publisher_is_continued_first(site: Site) -> None:
+async def test_server_that_a_dead_publisher_left_paused_is_updated_and_continued(
+    site: Site,
+) -> None:
     async with servers(site, 1) as (server,):
         server.paused = "retract"
         await site.publish(1)
-        assert paths(server)[0] == "/continue_generation"
-        assert server.paused is None
-
-
-async def test_session_of_a_dead_publisher_is_ended_once(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        server.weights.session = True
-        await site.publish(1)
-        assert server.weights.session is False
-        await site.publish(2)
-        assert paths(server).count("/end_weight_update") == 1
+        assert (server.version, server.paused) == ("1", None)
 
 
 async def test_initial_version_is_loaded_even_if_the_server_reports_its_number(
@@ -171,45 +153,12 @@ async def test_initial_version_is_loaded_even_if_the_server_reports_its_number(
     async with servers(site, 1) as (server,):
         server.version = "0"
         await site.publish(0)
-        assert "/update_weights_from_disk" in paths(server)
-
-
-async def test_update_without_flush_is_flushed_and_confirmed(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = FakeSGLang.change
-
-    async def change(self: FakeSGLang, body: dict[str, Any]) -> bool:
-        before = self.reported
-        await plain(self, body)
-        self._reported = before
-        return False
-
-    monkeypatch.setattr(FakeSGLang, "change", change)
-    async with servers(site, 1) as (server,):
-        report = await site.publish(3)
-        assert (report.servers, server.reported, server.paused) == (1, "3", None)
-        assert paths(server)[-5:] == [
-            "/update_weights_from_disk",
-            "/pause_generation",
-            "/flush_cache",
-            "/update_weight_version",
-            "/continue_generation",
-        ]
-
-
-async def test_server_that_refuses_retract_is_paused_with_abort(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        server.fail_next("400", path="/pause_generation")
-        await site.publish(1)
-        modes = [body["mode"] for path, body in server.calls if path == "/pause_generation"]
-        assert modes == ["retract", "abort"]
-        assert server.version == "1"
+        assert server.load_path in paths(server)
 
 
 async def test_publish_fails_if_no_server_confirms(site: Site) -> None:
     async with servers(site, 1) as (server,):
-        server.fail_next("500", count=1000, path="/update_weights_from_disk")
+        server.fail_next("500", count=1000, path=server.first_load_path)
         said = rf"no server confirmed version 1 .*s0 at {server.url}.*500"
         await site.refused(1, site.quarantined, said)
         assert site.publisher is not None
@@ -250,19 +199,21 @@ async def test_full_disk_fails_the_publish_before_any_pause(
 
 
 async def test_running_requests_survive_a_publish(site: Site) -> None:
-    import aiohttp
-
     async with servers(site, 1) as (server,), aiohttp.ClientSession() as session:
         server.hold_after = 3
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 6}}
-        asked = asyncio.ensure_future(session.post(f"{server.url}/generate", json=body))
+        protocol: ServerProtocol = part_of_entry("server_protocol", server.entry())()
+        sampling = SamplingConfig(max_new_tokens=6)
+        sent = GenerateRequest(rid="a", input_ids=[5, 6], sampling=sampling)
+        body = protocol.encode_request(sent)
+        request = session.post(server.url + protocol.generate_path, data=body)
+        posting = asyncio.ensure_future(request)
         await server.held(1)
         await site.publish(1)
         server.release()
-        answer = await (await asked).json()
-        assert answer["meta_info"]["weight_versions"] == [
-            {"version": "default", "start": 0, "end": 3},
-            {"version": "1", "start": 3, "end": 6},
+        answer = protocol.decode_answer(await (await posting).read())
+        assert answer.spans == [
+            VersionSpan(version="default", start=0, end=3),
+            VersionSpan(version="1", start=3, end=6),
         ]
 
 

@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
-from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
 from tests.waiting import eventually
 
@@ -28,7 +27,7 @@ async def test_tensors_that_mismatch_the_model_are_refused_before_any_request(si
 
 
 async def test_server_with_another_model_shape_is_quarantined_without_requests(site: Site) -> None:
-    async with servers(site, 1), FakeSGLang() as other:
+    async with servers(site, 1), site.server_kind() as other:
         folder = site.tmp_path / "other"
         folder.mkdir()
         save_file({"a.weight": torch.zeros(2, 3)}, folder / "model.safetensors")
@@ -41,21 +40,13 @@ async def test_server_with_another_model_shape_is_quarantined_without_requests(s
         assert "the trainer's tensors differ: tensor 'b.weight' [5] is not in" in error
 
 
-async def test_server_without_version_spans_is_paused_with_abort(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        server.spans = False
-        await site.publish(1)
-        modes = [body["mode"] for path, body in server.calls if path == "/pause_generation"]
-        assert modes == ["abort"]
-
-
-@pytest.mark.parametrize("path", ["/openapi.json", "/server_info", "/continue_generation"])
+@pytest.mark.parametrize("number", range(3))
 async def test_server_that_hangs_on_a_probe_is_quarantined_and_updated_later(
-    site: Site, path: str
+    site: Site, number: int
 ) -> None:
     async with servers(site, 2) as (good, silent):
         silent.fail_next(
-            "hang", path=path, count=1000
+            "hang", path=silent.probe_paths[number], count=1000
         )  # whichever of push and watch sends the first request
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
@@ -86,10 +77,8 @@ def told(events: Sequence[Mapping[str, Any]]) -> list[bool]:
     return [e["continued"] for e in events if e["event"].startswith("server is paused by a client")]
 
 
-@pytest.mark.parametrize("tells_pause", [True, False], ids=["ready", "no /ready"])
-async def test_server_paused_by_another_client_is_continued(site: Site, tells_pause: bool) -> None:
+async def test_server_paused_by_another_client_is_continued(site: Site) -> None:
     async with servers(site, 2) as (one, other):
-        one.tells_pause = tells_pause
         await site.publish(1)
         one.paused = "retract"
         await eventually(lambda: one.paused is None, "a continue")
@@ -103,8 +92,8 @@ async def test_each_pause_by_another_client_is_logged_once(site: Site) -> None:
             server.stubborn, server.paused = 3, "abort"
             await eventually(lambda: server.paused is None, "a continue")
             assert told(events) == [True]
-            server.asked_ready.clear()
-            await asyncio.wait_for(server.asked_ready.wait(), 60)
+            server.asked_pause.clear()
+            await asyncio.wait_for(server.asked_pause.wait(), 60)
             server.paused = "abort"
             await eventually(lambda: server.paused is None, "a continue")
         assert told(events) == [True, True]
@@ -133,7 +122,7 @@ async def test_pause_of_a_running_update_is_not_ended(site: Site) -> None:
         await site.publish(1)
         hangs = asyncio.Event()
         slow.on_hang = hangs.set
-        slow.fail_next("hang", path="/update_weights_from_disk")
+        slow.fail_next("hang", path=slow.load_path)
         pushing = asyncio.ensure_future(site.publish(2))
         await hangs.wait()
         await eventually(lambda: other.version == "2" and other.paused is None, "an update")

@@ -1,4 +1,4 @@
-"""Updates in several parts: session, version, flush, and an incomplete update.
+"""Updates of SGLang servers in several parts: session, version, flush, an incomplete update.
 
 `distributed` sends parts; these tests send parts without a process group.
 """
@@ -9,30 +9,17 @@ from typing import Any
 
 import pytest
 
-from arealite.impl.publisher.control import ServerControl
-from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.publisher.servers import ServersUpdate
+from tests.fakes.scripted_server import ScriptedServer
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, paths, servers
+from tests.impl.publisher.sites import GROUP, Site, TwoParts, paths, servers
 from tests.waiting import eventually
 
 PATH = "/update_weights_from_distributed"
-GROUP = "g"
 
 
-class TwoParts(DiskPublisher):
-    """A publisher that sends each version in two parts."""
-
-    async def update_server(self, server: ServerControl, version: int) -> None:
-        async def send(server: ServerControl) -> None:
-            await server.begin({})
-            for name, number in (("a.weight", None), ("b.weight", version)):
-                await server.receive({"names": [name]}, GROUP, is_flat=False, version=number)
-
-        update = ServersUpdate(self, [server], version)
-        await update.pause()
-        await update.send(send)
-        await update.finish()
+@pytest.fixture
+def kind() -> type[ScriptedServer]:
+    return FakeSGLang
 
 
 @pytest.fixture(autouse=True)

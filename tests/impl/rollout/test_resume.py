@@ -127,7 +127,7 @@ async def test_turns_of_a_killed_worker_are_not_sampled_again(
         await server.held(1, seconds=240.0)
         server.hold_after = 0
         await (
-            server._abort_all()
+            server.abort_all()
         )  # as a weight update does; the next request blocks before its first token
         await eventually(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")
         first.send_signal(signal.SIGKILL)
@@ -139,7 +139,7 @@ async def test_turns_of_a_killed_worker_are_not_sampled_again(
         header, payload = await training
         await piping
         assert await second.wait() == 0
-        later = [request["input_ids"] for request in server.requests[asked:]]
+        later = [request.input_ids for request in server.requests[asked:]]
 
     (segment,) = decode_segments(payload)
     tokens = np.frombuffer(segment.tokens, "<i4")
