@@ -23,7 +23,7 @@ from arealite.base.errors import UserError
 from arealite.ext.server_processes import server_process
 from arealite.ext.server_processes.server_process import Launch, ServerProcess
 from arealite.ext.vllm.vllm_control import NEEDS_RESTART
-from arealite.ext.vllm.vllm_server import INSIDE, REQUIRED_ARGUMENTS, SECRET_FILE, VLLMServer
+from arealite.ext.vllm.vllm_server import INSIDE, REQUIRED_ARGUMENTS, SECRET_VARIABLE, VLLMServer
 from arealite.impl.http_client import Pool
 from arealite.system.names.name_registry import NameRegistry
 from tests.fakes.server_program import make_quick, names, serving
@@ -137,22 +137,22 @@ def test_environment_has_what_the_modules_inside_need(
     assert variables["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert variables["VLLM_NO_USAGE_STATS"] == "1"
     assert variables["HF_HUB_OFFLINE"] == "0", "the user's own"
-    secret_file = Path(variables[SECRET_FILE])
+    secret_file = Path(variables[SECRET_VARIABLE])
     assert secret_file.read_text().strip() == trial_keys(settings)[0]
 
 
 def test_server_of_a_trial_without_security_has_no_secret(
     program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(SECRET_FILE, "/theirs")
+    monkeypatch.setenv(SECRET_VARIABLE, "/theirs")
     settings = config(program, model_folder)
     object.__setattr__(settings.cluster, "security", False)
     (launch,) = plan(settings)
-    assert launch.environment[SECRET_FILE] == ""
+    assert launch.environment[SECRET_VARIABLE] == ""
 
 
 def test_named_modules_are_in_the_folder_inside():
-    assert arealite_vllm_guard.SECRET_FILE == SECRET_FILE
+    assert arealite_vllm_guard.SECRET_FILE == SECRET_VARIABLE
     for argument in REQUIRED_ARGUMENTS:
         _, _, target = argument.partition("=")
         module, _, name = target.partition(".")
