@@ -21,7 +21,7 @@ if "RANK" in os.environ:  # only in a trainer: other roles need no torch
         told = Path(os.environ["STALLED"])
         if version == 1 and not told.exists():
             new = told.with_suffix(".new")
-            new.write_text(f"{os.getpid()} {self.staged}")
+            new.write_text(f"{os.getpid()} {self.folder / f'v{version}'}")
             new.replace(told)
             threading.Event().wait()
         return push(self, version)

@@ -30,8 +30,6 @@ class DiskPublisher(ServersPublisher):
     later run can find and remove the folders of processes that crashed.
     """
 
-    staged = Path()
-    """The newest version as a Hugging Face folder."""
     _lock: int | None = None
 
     @cached_property
@@ -49,14 +47,14 @@ class DiskPublisher(ServersPublisher):
             RoleError: The disk is full or not writable. Incomplete files are removed.
         """
         begin = time.perf_counter()
-        final = self.folder / f"v{version}"
+        final = self._folder_of(version)
         temporary = self.folder / f".v{version}.tmp"
         try:
             temporary.mkdir()
             write_weights(temporary, self.checked(weights), self.config.bucket_mb << 20)
             copy_small_files(self.model_path, temporary)
             shutil.rmtree(final, ignore_errors=True)
-            self.staged = temporary.rename(final)
+            temporary.rename(final)
         except (OSError, SafetensorError) as error:
             raise RoleError(
                 f"weights of version {version} could not be staged in {self.folder}: {error}. "
@@ -86,13 +84,19 @@ class DiskPublisher(ServersPublisher):
             del self.folder  # a later stage makes another one
 
     async def update_server(self, server: ServerControl, version: int) -> None:
+        folder = self._folder_of(version)  # `stage` may write the next version meanwhile
+
         async def load(server: ServerControl) -> None:
-            await server.load_folder(self.staged, version)
+            await server.load_folder(folder, version)
 
         update = ServersUpdate(self, [server], version)
         await update.pause()
         await update.send(load)
         await update.finish()
+
+    def _folder_of(self, version: int) -> Path:
+        """Return the Hugging Face folder of a version."""
+        return self.folder / f"v{version}"
 
     def parent(self) -> Path:
         """Return the folder of staged versions: `disk.dir`, or tmpfs if shared, or the run's."""

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, suppress
@@ -114,6 +115,9 @@ class ServersPublisher(WeightPublisher):
         self.stage_s = 0.0
         self._servers: dict[tuple[str, object], ServerControl] = {}
         """The control of each server process; a key is (address, process id)."""
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """The lock of each server's id. A restarted server has a new control, and the update of
+        the old one may still be running, perhaps at the new process."""
         self._stop = asyncio.Event()
         self._closed = False
         self._closing = threading.Lock()
@@ -324,6 +328,7 @@ class ServersPublisher(WeightPublisher):
         return control_type(
             id=entry.id,
             address=str(entry.value["address"]),
+            lock=self._locks[entry.id],
             pool=self._pool,
             protocol=part_of_entry("server_protocol", entry.value)(),
             unused=self.unused,

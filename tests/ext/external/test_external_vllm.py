@@ -38,7 +38,7 @@ async def test_vllm_server_is_recognised(tmp_path: Path) -> None:
         ({"program_version": "0.31.1"}, "it is vLLM 0.31.1, which does not report the version"),
         ({"dev_mode": False}, "it is vLLM without the routes for weights"),
         ({"logprobs_mode": "raw_logprobs"}, "it is vLLM with raw_logprobs"),
-        ({"context_length": 4096}, "its context is 4096, the model's is 2048"),
+        ({"context_length": 4096}, "it serves another model: its context is 4096"),
     ],
 )
 async def test_vllm_server_that_cannot_be_used_is_refused_by_name(

@@ -111,6 +111,11 @@ class Site:
         (folder,) = self.staged.glob("*/v*")
         return folder
 
+    def folder_of(self, version: int) -> Path:
+        """Return the folder of a staged version."""
+        (folder,) = self.staged.glob(f"*/v{version}")
+        return folder
+
     def versions(self) -> list[str]:
         return sorted(p.name for folder in self.staged.iterdir() for p in folder.glob("v*"))
 

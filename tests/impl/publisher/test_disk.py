@@ -25,7 +25,7 @@ from arealite.base.errors import RoleError
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher.disk import DiskPublisher
-from tests.impl.publisher.sites import Site, paths, publishing, servers
+from tests.impl.publisher.sites import Site, paths, publishing, servers, tensors
 from tests.waiting import eventually
 
 
@@ -129,6 +129,30 @@ async def test_server_that_joins_late_is_updated(site: Site) -> None:
         assert late.version == "default"
         site.register(late, "late")
         await eventually(lambda: late.version == "4" and late.paused is None)
+
+
+async def test_next_version_that_is_staged_during_an_update_is_not_loaded_by_it(
+    site: Site,
+) -> None:
+    async with servers(site, 1), site.server_kind() as late:
+        await site.publish(1)
+        plain = late.pause
+        goes_on = asyncio.Event()
+
+        async def pause(mode: str) -> None:
+            await plain(mode)
+            await goes_on.wait()
+
+        late.pause = pause
+        site.register(late, "late")
+        await eventually(lambda: late.paused is not None, "a pause")
+        assert site.publisher is not None
+        await asyncio.to_thread(site.publisher.stage, 2, iter(tensors(2.0).items()))
+        goes_on.set()
+        await eventually(lambda: late.load_path in paths(late), "an update")
+        body = next(body for path, body in late.calls if path == late.load_path)
+        assert str(site.folder_of(1)) in str(body)
+        await eventually(lambda: late.version == "2" and late.paused is None, "both updates")
 
 
 async def test_server_with_a_changed_version_is_updated_again(site: Site) -> None:

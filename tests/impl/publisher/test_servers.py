@@ -131,3 +131,29 @@ async def test_pause_of_a_running_update_is_not_ended(site: Site) -> None:
         assert (slow.paused, slow.version) == ("retract", "1")
         site.expirer.expire("llm_server-s0")
         assert (await pushing).version == 2
+
+
+async def test_update_of_a_restarted_server_waits_for_the_one_of_its_old_process(
+    site: Site,
+) -> None:
+    """The old process's update may have reached the new process, which has the same address."""
+    async with servers(site, 2) as (slow, other):
+        await site.publish(1)
+        hangs = asyncio.Event()
+        slow.on_hang = hangs.set
+        slow.fail_next("hang", path=slow.load_path)
+        pushing = asyncio.ensure_future(site.publish(2))
+        await hangs.wait()
+        site.names.put("llm_server", "s0", slow.entry() | {"pid": 7})
+        await eventually(lambda: other.version == "2" and other.paused is None, "an update")
+        assert site.publisher is not None
+        controls = site.publisher._servers
+        await eventually(lambda: (slow.url, 7) in controls, "the control of the new process")
+        num_calls = len(slow.calls)
+        for _ in range(2):
+            other.paused = "retract"
+            await eventually(lambda: other.paused is None, "the watch to come round")
+        assert len(slow.calls) == num_calls
+        site.expirer.expire("llm_server-s0")
+        await pushing
+        await eventually(lambda: slow.version == "2" and slow.paused is None, "an update")
