@@ -206,9 +206,9 @@ test-models: $(VENV)/.dev
 test-peers: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/ext tests/docs/test_from_trl.py
 
-# Tests marked part: a short part of each suite that `.ci/run` does not run.
+# Tests marked part: a short part of each suite that `.ci/run` does not run. pytest imports every file that is named.
 test-parts: $(VENV)/.envs
-	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/impl tests/ext tests/attacks
+	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/attacks tests/impl/engine/test_policy_trl.py tests/ext/offline/test_offline_peers.py
 
 test-nightly: $(VENV)/.dev
 	$(PY) tools/nightly.py

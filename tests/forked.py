@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.base import config
-from arealite.ext.warm_start import parent
+from arealite.ext.warm_start import parent, starts
 from tests import forks
 
 STARTERS = "eval", "collect", "replay"
 """Commands that start others, without a warm parent."""
+NEXT_STAGE = "--then"
+"""The option of a run whose later stages start their roles without the warm parent of the first."""
 PYTHONPATH = "PYTHONPATH"
 _run_command = parent._run_command
 _imports_pythonpath = os.environ.get(PYTHONPATH, "")
@@ -25,9 +27,15 @@ _imports_pythonpath = os.environ.get(PYTHONPATH, "")
 def run_command(words: Sequence[str]) -> None:
     """Run the command of a fork; see warm_parent."""
     replace_module_paths(_imports_pythonpath, os.environ.get(PYTHONPATH, ""))
-    if any(word in STARTERS for word in words[2:4]):
+    if NEXT_STAGE in words:
+        starts.WarmParent.start = start_nothing  # it would import what is here already
+    if NEXT_STAGE in words or any(word in STARTERS for word in words[2:4]):
         forks.fork_here()
     _run_command(words)
+
+
+def start_nothing(_: starts.WarmParent) -> None:
+    """Start no warm parent, so that commands ask the one of `forks.fork_here`."""
 
 
 def replace_module_paths(old_pythonpath: str, new_pythonpath: str) -> None:

@@ -12,7 +12,9 @@ starts all by exec.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import io
 import json
 import os
 import socket
@@ -162,7 +164,9 @@ def fork_here() -> None:
     control, parent_end = socket.socketpair()
     parent.fork_warm_parent(parent_end, control)
     parent_end.close()
-    replace_exec(Forker(os.environ, control))
+    forker = Forker(os.environ, control)
+    replace_exec(forker)
+    replace_create_subprocess_exec(forker)
 
 
 def replace_exec(forker: Forker) -> None:
@@ -190,3 +194,28 @@ def replace_exec(forker: Forker) -> None:
         return _exec(*arguments)
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+
+
+def replace_create_subprocess_exec(forker: Forker) -> None:
+    """Let asyncio ask `forker` first, because uvloop starts processes without `subprocess`."""
+    create = asyncio.create_subprocess_exec
+
+    async def create_subprocess_exec(*words: str, **options: Any) -> Any:
+        """Start a process, with the arguments of `asyncio.create_subprocess_exec`."""
+        log = options.get("stdout")
+        has_log = isinstance(log, io.IOBase) and options.get("stderr") is log
+        has_input = options.get("stdin") != asyncio.subprocess.DEVNULL
+        if has_input or not has_log or options.get("pass_fds"):
+            return await create(*words, **options)
+        pid = None
+        environment = options.get("env") or os.environ
+        null = os.open(os.devnull, os.O_RDONLY)
+        streams = [null, log.fileno(), log.fileno()]
+        if forker.can_fork(words, environment, streams):
+            pid = forker.fork([*words], {**environment}, ".", streams)
+        os.close(null)
+        if pid is None:
+            return await create(*words, **options)
+        return starts.ForkedRole(pid)
+
+    asyncio.create_subprocess_exec = create_subprocess_exec  # type: ignore[assignment]

@@ -67,10 +67,11 @@ def markdown(file: Path) -> Iterator[str]:
 def python(file: Path) -> Iterator[str]:
     """Yield the docstrings and comments of one module that break a rule."""
     text = (ROOT / file).read_text()
-    for number, said in [*docstrings(ast.parse(text)), *comments(text)]:
+    module = ast.parse(text)
+    for number, said in [*docstrings(module), *comments(text)]:
         if found := RIDDLE.search(said):
             yield f'{file}:{number}: "{found[0]}": name the subject ("{excerpt(said)}")'
-    yield from fragments(file, ast.parse(text), is_public=True)
+    yield from fragments(file, module, is_public=True)
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:

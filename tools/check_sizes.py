@@ -109,12 +109,11 @@ def tool_files() -> list[Path]:
 def module(file: Path) -> list[str]:
     """Check the size of one module, and of its functions."""
     source = file.read_text("utf-8")
-    tree = ast.parse(source)
-    tokens_of_line = code_tokens.tokens_by_line(source, tree)
+    tokens_of_line = code_tokens.tokens_by_line(source)
     name = str(file.relative_to(ROOT))
     limit = API_TOKENS if file.is_relative_to(PACKAGE / "api") else MODULE_TOKENS
     breaches = over(name, sum(tokens_of_line.values()), limit, "tokens")
-    for function in code_tokens.functions(tree):
+    for function in code_tokens.functions(source):
         tokens = code_tokens.tokens_within(function, tokens_of_line)
         place = f"{name}:{function.lineno}: {function.name}"
         breaches += over(place, tokens, FUNCTION_TOKENS, "tokens")
@@ -216,7 +215,7 @@ def repeated_names(files: list[Path]) -> list[str]:
         path = str(file.relative_to(ROOT))
         if file.stem not in REPEATED_MODULES:
             places_of_name[f"module {file.stem}"].append(path)
-        for name, line in type_names(ast.parse(file.read_text("utf-8"))):
+        for name, line in type_names(file.read_text("utf-8")):
             places_of_name[f"class {name}"].append(f"{path}:{line}")
     return [
         f"{name}: {len(places)} times, limit 1: {', '.join(places)}"
@@ -225,16 +224,19 @@ def repeated_names(files: list[Path]) -> list[str]:
     ]
 
 
-def type_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def type_names(source: str) -> Iterator[tuple[str, int]]:
     """Yield name and line of each class, and of each alias such as `Row = dict[str, int]`."""
-    for node in ast.walk(tree):
+    nodes = code_tokens.nodes_of(source)
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             yield node.name, node.lineno
-    for node in tree.body:
-        match node:
+    module = nodes[0]
+    assert isinstance(module, ast.Module)
+    for statement in module.body:
+        match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() | ast.BinOp()):
                 if name[0].isupper() and not name.isupper():
-                    yield name, node.lineno
+                    yield name, statement.lineno
             case _:
                 pass
 

@@ -13,8 +13,9 @@ import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _FILLERS = """
@@ -72,24 +73,34 @@ def count(source: str) -> Counts:
     Raises:
         SyntaxError: The source is not Python.
     """
-    tree = ast.parse(source)
-    tokens_of_line = tokens_by_line(source, tree)
-    names = list(stored_names(tree))
+    tokens_of_line = tokens_by_line(source)
+    names = list(stored_names(source))
     return Counts(
         tokens=sum(tokens_of_line.values()),
         lines=len(tokens_of_line),
         names=len(names),
         fillers=sum(name.strip("_") in FILLERS for name in names),
-        tuple_assignments=sum(map(_is_tuple_assignment, ast.walk(tree))),
+        tuple_assignments=sum(map(_is_tuple_assignment, nodes_of(source))),
     )
 
 
-def tokens_by_line(source: str, tree: ast.Module) -> dict[int, int]:
+@cache
+def nodes_of(source: str) -> Sequence[ast.AST]:
+    """Return all nodes of the syntax tree of a module, the root first.
+
+    Raises:
+        SyntaxError: The source is not Python.
+    """
+    return [*ast.walk(ast.parse(source))]
+
+
+@cache
+def tokens_by_line(source: str) -> dict[int, int]:
     """Return the number of tokens that begin on each line of code, by line number.
 
     A line inside a string of several lines has 0 tokens.
     """
-    docstrings = {(node.lineno, node.col_offset) for node in _docstrings(tree)}
+    docstrings = {(node.lineno, node.col_offset) for node in _docstrings(source)}
     tokens_of_line = dict[int, int]()
     open_strings = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -106,9 +117,9 @@ def tokens_by_line(source: str, tree: ast.Module) -> dict[int, int]:
     return tokens_of_line
 
 
-def stored_names(tree: ast.AST) -> Iterator[str]:
+def stored_names(source: str) -> Iterator[str]:
     """Yield each name that code assigns: variables, fields, parameters and captures."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         match node:
             case ast.Name(id=name, ctx=ast.Store()):
                 yield name
@@ -122,9 +133,9 @@ def stored_names(tree: ast.AST) -> Iterator[str]:
                 pass
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield all functions and methods, also inner ones."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -135,9 +146,9 @@ def tokens_within(node: ast.stmt, tokens_of_line: dict[int, int]) -> int:
     return sum(tokens_of_line.get(line, 0) for line in range(node.lineno, last_line + 1))
 
 
-def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+def _docstrings(source: str) -> Iterator[ast.Constant]:
     """Yield the strings that are statements: docstrings of functions, classes and variables."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield node.value
 

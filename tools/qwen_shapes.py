@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from arealite.ext.demo.tiny_model import PRINTABLE, make_tokenizer
 
 VOCAB = 151_936
@@ -93,11 +91,12 @@ def make_model(folder: Path, shape: Shape, *, device: str) -> Path:
         shape: Its shape.
         device: Device that draws the weights. A GPU is much faster for a model of 1.5 B.
     """
+    if folder.exists():
+        return folder
+    import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
     from transformers.utils import logging
 
-    if folder.exists():
-        return folder
     logging.disable_progress_bar()
     tokenizer = make_tokenizer(PRINTABLE, context=CONTEXT)
     settings: dict[str, Any] = asdict(shape)

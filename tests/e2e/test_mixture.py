@@ -34,7 +34,7 @@ def mixed(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Finished:
         f"{key}.letters.env.countdown.pause_s=0.001",
         f"{key}.letters.env.runtime.type=subprocess",
         f"{key}.letters.env.runtime.processes=2",
-        f"{key}.letters.env.runtime.recycle_episodes=12",
+        f"{key}.letters.env.runtime.recycle_episodes=24",
         f"{key}.letters.weight=3",
         f"{key}.letters.eval=generated",
         "trainer.ppo.total_steps=6",

@@ -147,13 +147,31 @@ def test_grpo_dry_run_checks_its_config_and_starts_nothing(tmp_path: Path) -> No
         write_rows(tmp_path / f"{split}.jsonl", 128, seed=1)
     own = [f"cluster.run_root={tmp_path / 'runs'}", f"cluster.name_root={tmp_path / 'names'}"]
     parts = [str(tmp_path / part) for part in ("model", "train.jsonl", "eval.jsonl")]
-    done = grpo("-n", *parts, *own, KL="0.02", EVAL_SAMPLING="0.0 0.9 64", GROUP="4")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$@"\n')
+    python.chmod(0o755)
+    done = grpo(
+        *("-n", *parts, *own),
+        KL="0.02",
+        EVAL_SAMPLING="0.0 0.9 64",
+        GROUP="4",
+        PYTHON=str(python),
+        PYTHONPATH="/packages",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "128 tasks to train, 128 held out" in done.stdout
-    assert done.stdout.endswith("ok: all checks passed\n")
+    shown, module_paths, check = done.stdout.splitlines()
+    assert module_paths == f"{FOLDER.parent}:/packages"
+    # The interpreter is started here, so that the command is a fork: see tests/forks.py.
+    command = [sys.executable, *shlex.split(check)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "128 tasks to train, 128 held out" in checked.stdout
+    assert checked.stdout.endswith("ok: all checks passed\n")
     assert not (tmp_path / "runs").exists()
-    words = shlex.split(done.stdout.splitlines()[0])
-    assert words[:2] == [sys.executable, str(FOLDER.parent / "train.py")]
+    words = shlex.split(shown)
+    assert words[:2] == [str(python), str(FOLDER.parent / "train.py")]
+    assert command[1:4] == ["-m", "arealite.cli.main", "check"]
+    assert command[4:] == words[2:]
     default = configs.CONFIG_DIR / "async_ppo.yaml"
     layers = options.CommandLine(
         command="x", description="", schema=ExperimentConfig, default=default

@@ -105,8 +105,13 @@ def test_skipped_tests_of_a_report_are_run_again(tmp_path: Path) -> None:
         "def test_always(): pass\n"
     )
     report, again = folder / "out/skips.txt", folder / "again.txt"
-    pytest_ = [sys.executable, "-m", "pytest", "-q", "-n2", "--rootdir=.", "-o", "addopts="]
-    own = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n2", "--rootdir=."]
+    pytest_ += ["-o", "addopts="]
+    own = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # six processes would import all plugins
+    }
 
     def run(command: list[str], **more: str) -> str:
         done = subprocess.run(
