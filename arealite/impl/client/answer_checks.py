@@ -7,8 +7,13 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from arealite.api.llm import LLMRequest, SamplingConfig
-from arealite.api.server_protocol import ServerAnswer
-from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
+from arealite.api.server_protocol import ServerAnswer, ServerProtocol
+from arealite.base.errors import (
+    ContextOverflow,
+    GenerationRefused,
+    InvariantError,
+    ServerUnavailable,
+)
 from arealite.base.model_folder import Experts
 
 
@@ -101,6 +106,20 @@ def routing(answer: ServerAnswer, experts: Experts | None, tokens: int) -> bytes
             f"{expected_length} numbers below {experts.number} were expected."
         )
     return expert_ids.astype(f"<u{experts.width}").tobytes()
+
+
+def check_stream(request: LLMRequest, answer: ServerAnswer, protocol: ServerProtocol) -> None:
+    """Check that tokens of a stream, which the caller has already, can be in the response.
+
+    Raises:
+        ServerUnavailable: their versions are unknown or too old.
+    """
+    if request.on_tokens is None or protocol.streams_versions or not answer.output_ids:
+        return
+    raise ServerUnavailable(
+        f"{request.request_id}: a server streamed {len(answer.output_ids)} tokens "
+        "whose versions are unknown or too old"
+    )
 
 
 def end_of_aborted(

@@ -204,9 +204,9 @@ class ServersClient(LLMClient):
         """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
-        stream = (
-            None if request.on_tokens is None else self._stream_makers[-1](request, server.protocol)
-        )
+        stream = None
+        if request.on_tokens is not None:
+            stream = self._stream_makers[-1](request, server.protocol)
         body = self._encode_body(generation, server, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
@@ -248,19 +248,8 @@ class ServersClient(LLMClient):
         if stream is None or stream.answer is None:
             return None
         if not stream.answer.spans:
-            self._check_streamed(generation, server, stream.answer)
+            answer_checks.check_stream(generation.request, stream.answer, server.protocol)
         return stream.answer
-
-    def _check_streamed(
-        self, generation: GenerationState, server: LLMServerState, answer: ServerAnswer
-    ) -> None:
-        """Fail a generation whose caller has tokens that cannot be in the response."""
-        is_stream = generation.request.on_tokens is not None
-        if is_stream and answer.output_ids and not server.protocol.streams_versions:
-            raise ServerUnavailable(
-                f"{generation.request.request_id}: {server.address} streamed "
-                f"{len(answer.output_ids)} tokens whose versions are unknown or too old"
-            )
 
     def _encode_body(
         self,
@@ -352,7 +341,7 @@ class ServersClient(LLMClient):
             server.mark_entry_stale()
             self._stats["stale_answers"] += 1
             self._directory.request_refresh()
-            self._check_streamed(generation, server, answer)
+            answer_checks.check_stream(generation.request, answer, server.protocol)
             return None
         server.version = max(server.version, newest)
         generation.output_ids += answer.output_ids
