@@ -31,9 +31,9 @@ WEB_LINES = 1250
 """Lines of JavaScript, CSS and HTML that are not blank."""
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
-TOTAL_TOKENS = 384_200
-CORE_TOKENS = 125_000
-"""Tokens outside arealite/ext. The goal is 125,000; it is not reached."""
+TOTAL_TOKENS = 385_200
+CORE_TOKENS = 124_600
+"""Tokens outside arealite/ext."""
 TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
 FILLER_PERCENT = 1.0
@@ -67,7 +67,7 @@ READING_PATH = (
     "impl/publisher/disk.py",
 )
 """All files between a prompt and the updated weights, in the order of docs/architecture.md."""
-PATH_TOKENS = 38_200
+PATH_TOKENS = 38_300
 
 REPEATED_MODULES = ("__init__", "command", "config", "env")
 """Names that each folder may give to one of its modules."""
