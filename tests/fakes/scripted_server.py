@@ -136,6 +136,9 @@ class ScriptedServer(ABC):
         self._faults: defaultdict[str, deque[str]] = defaultdict(deque)
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        """Held during a start and an end."""
+        self.num_starts = 0
 
     # ------------------------------------------------------------ one kind of server
 
@@ -299,25 +302,23 @@ class ScriptedServer(ABC):
 
     async def kill(self) -> None:
         """Simulate a crash: connections are reset, and the port refuses connections."""
-        runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        for site in list(runner.sites):
-            await site.stop()
-        if runner.server is not None:
-            for connection in list(runner.server.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
-        await runner.cleanup()
-        self._jobs.clear()
+        async with self._starting:
+            await self._stop()
+
+    async def kill_start(self, number: int) -> None:
+        """Simulate a crash, unless the server was restarted since its start with this number."""
+        async with self._starting:
+            if self.num_starts == number:
+                await self._stop()
 
     async def restart(self) -> None:
         """Restart on the same port with the initial version."""
-        await self.kill()
-        self.version = "default"
-        self.paused = None
-        self.forget()
-        await self._start()
+        async with self._starting:
+            await self._stop()
+            self.version = "default"
+            self.paused = None
+            self.forget()
+            await self._start()
 
     async def __aenter__(self) -> Self:
         self._tasks = await asyncio.TaskGroup().__aenter__()
@@ -334,6 +335,7 @@ class ScriptedServer(ABC):
     # ------------------------------------------------------------ requests and faults
 
     async def _start(self) -> None:
+        self.num_starts += 1
         app = web.Application(middlewares=[self._faulty], client_max_size=64 * 2**20)
         app.router.add_post(self.generate_path, self._generate)
         for path, handler in self.posts().items():
@@ -346,6 +348,21 @@ class ScriptedServer(ABC):
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+
+    async def _stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        server = runner.server
+        assert server is not None
+        _abort_late_connections(server)
+        for site in list(runner.sites):
+            await site.stop()
+        for connection in list(server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+        self._jobs.clear()
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -393,7 +410,7 @@ class ScriptedServer(ABC):
 
     async def die(self) -> None:
         """Kill the fake from a request; never returns."""
-        self._tasks.create_task(self.kill())
+        self._tasks.create_task(self.kill_start(self.num_starts))
         await asyncio.Event().wait()
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -488,6 +505,17 @@ class ScriptedServer(ABC):
     def aborts_while_paused(self) -> bool:
         """Return whether an aborted generation ends now."""
         return True
+
+
+def _abort_late_connections(server: web.Server[Any]) -> None:
+    """Reset each connection that is made from now on; the kernel has accepted it before."""
+    plain = server.connection_made
+
+    def connection_made(handler: Any, transport: asyncio.Transport) -> None:
+        plain(handler, transport)
+        transport.abort()
+
+    server.connection_made = connection_made  # type: ignore[method-assign]
 
 
 def folder_content(path: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,9 @@ class VLLMWeights:
     async def _reload(self, weights_path: str) -> None:
         """Load a folder as stock vLLM does, without a check."""
         self.is_broken = True
-        content = await asyncio.to_thread(self.read_folder, weights_path)
+        content = None
+        with suppress(OSError):
+            content = await asyncio.to_thread(self.read_folder, weights_path)
         if content is None:
             raise WorkerFailed(f"{weights_path} is no folder")
         self.complete(content)
@@ -208,7 +211,11 @@ class VLLMWeights:
         self.begin_change()
         self.missing_names -= set(info.get("names", ()))
         if path:
-            self.content = str(await asyncio.to_thread(self.read_folder, path))
+            try:
+                self.content = str(await asyncio.to_thread(self.read_folder, path))
+            except OSError as error:
+                self._give_up(str(error))
+                raise WorkerFailed(str(error)) from error
         else:
             self.content = f"{self.content} {info['names']}"
         return {"message": "Weights updated"}

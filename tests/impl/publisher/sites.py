@@ -125,7 +125,7 @@ def paths(server: ScriptedServer) -> list[str]:
 
 
 @asynccontextmanager
-async def servers(site: Site, count: int) -> AsyncIterator[list[ScriptedServer]]:
+async def servers(site: Site, count: int) -> AsyncIterator[list[Any]]:
     async with AsyncExitStack() as stack:
         made = [await stack.enter_async_context(site.server_kind()) for _ in range(count)]
         for index, server in enumerate(made):
