@@ -188,7 +188,7 @@ test-sglang-short: $(VENV)/.dev sglang
 	$(PYTEST) -m "sglang and sglang_short" tests/contracts tests/sglang
 
 test-vllm: $(VENV)/.dev vllm
-	$(PYTEST) -m vllm tests/vllm
+	$(PYTEST) -m vllm tests/contracts tests/vllm
 
 # Tests marked vllm_short: guard, refused weights, and updates while the client generates.
 test-vllm-short: $(VENV)/.dev vllm

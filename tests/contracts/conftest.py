@@ -15,6 +15,7 @@ from tests.fakes.embedded import Brake, embedded, weight_sum
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
 from tests.sglang.shared import SharedServer
+from tests.vllm.inside_server import InsideServer, inside_server
 
 SERVERS = ["fake", "embedded", pytest.param("sglang", marks=pytest.mark.sglang)]
 
@@ -48,6 +49,20 @@ async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIte
         backend = Backend(session, folders, is_scripted=request.param == "fake", **control)
         await backend.probe()
         yield backend
+
+
+@pytest.fixture(scope="session")
+def vllm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InsideServer]:
+    """Provide the real vLLM server of a session; tests use `vllm_server`."""
+    with inside_server(tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+@pytest.fixture
+def vllm_server(vllm_session: InsideServer) -> InsideServer:
+    """Return the real vLLM server with its first weights and the version "default"."""
+    vllm_session.reset()
+    return vllm_session
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,16 @@ class FakeSGLang(ScriptedServer):
 
     async def _info(self, request: web.Request) -> web.Response:
         extra = {"is_generation": True, "weight_version": self.reported, "status": "ready"}
-        return json_answer(self.entry() | extra | {"tp_size": 1, "dp_size": 1, "dtype": "float32"})
+        return json_answer(
+            self.entry()
+            | extra
+            | {
+                "tp_size": 1,
+                "dp_size": 1,
+                "dtype": "float32",
+                "max_req_input_len": self.context_length,
+            }
+        )
 
     async def _loads(self, request: web.Request) -> web.Response:
         now = self.load()

@@ -139,6 +139,7 @@ class VLLMProtocol(ServerProtocol):
             spans=spans,
             newest_version=spans[-1].version if spans else None,
             finish=choice.finish_reason,
+            num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
             expert_ids=_expert_ids(choice.routed_experts),
         )
