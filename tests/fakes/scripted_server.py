@@ -355,7 +355,7 @@ class ScriptedServer(ABC):
             return
         server = runner.server
         assert server is not None
-        _abort_late_connections(server)
+        await _stop_accepting(runner)
         for site in list(runner.sites):
             await site.stop()
         for connection in list(server.connections):
@@ -507,15 +507,17 @@ class ScriptedServer(ABC):
         return True
 
 
-def _abort_late_connections(server: web.Server[Any]) -> None:
-    """Reset each connection that is made from now on; the kernel has accepted it before."""
-    plain = server.connection_made
+async def _stop_accepting(runner: web.AppRunner) -> None:
+    """Accept no further connection, and let the accepted ones reach the server.
 
-    def connection_made(handler: Any, transport: asyncio.Transport) -> None:
-        plain(handler, transport)
-        transport.abort()
-
-    server.connection_made = connection_made  # type: ignore[method-assign]
+    CPython 3.11 leaves a connection open, without a reader, if the server is closed before.
+    """
+    loop = asyncio.get_running_loop()
+    for site in runner.sites:
+        for listener in site._server.sockets:  # type: ignore[attr-defined]
+            loop.remove_reader(listener.fileno())
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 def folder_content(path: str) -> str | None:

@@ -220,7 +220,6 @@ async def test_tokens_are_right_while_servers_fail_in_each_step_of_updates(
             ),
             "the newest version at each server",
         )
-    print(generations.finished, len(generations.versions))
     assert sum(server.broken_tokens for server in servers) == 0
     if mode != "in_place":  # running requests hold the cache of an update in place
         assert sum(server.stale_prefix_hits for server in servers) == 0
