@@ -105,12 +105,15 @@ class ServerProtocol(ABC):
     version_path: str
     load_path: str
     describe_paths: tuple[str, ...]
-    """Routes whose answers `describe` reads."""
+    """Routes whose answers `describe` reads. Only servers of this kind answer the first one."""
     streams_versions: bool
     """Whether a token of a stream has its version before the stream ends."""
     status_s: float = 0.0
     """How long a live server may take to report its version, or to continue: vLLM does so between
     two steps of its model."""
+    health_path: str = ""
+    """Route that a server answers while it loads weights or computes a step; "": `version_path`
+    is such a route."""
 
     @abstractmethod
     def encode_request(self, request: GenerateRequest) -> bytes:
@@ -205,6 +208,7 @@ def mismatch(num_tokens: int, num_logprobs: int) -> InvariantError:
     """Return the error for ids and logprobs of different tokens."""
     return InvariantError(
         f"a server returned {num_tokens} tokens and {num_logprobs} logprobs "
-        "that do not belong to them; "
-        "start it with logprobs enabled, or report it to its authors."
+        "that do not belong to them, or are no numbers; "
+        "start it with logprobs enabled, look for weights that are not finite, "
+        "or report it to its authors."
     )

@@ -70,13 +70,16 @@ class Pool:
     ) -> StatusAndBody:
         """POST `body` as JSON, or GET without one; see `send`.
 
-        A server that closes an idle connection at this moment gets the request once more.
+        A server that closes an idle connection at this moment gets a GET once more. It gets no POST
+        again, because it may be another process by now.
         """
         endpoint = ServerEndpoint(url, headers, "GET" if body is None else "POST")
         raw_body = b"" if body is None else msgspec.json.encode(body)
         try:
             return await self.send(endpoint, raw_body)
         except IdleConnectionClosed:
+            if body is not None:
+                raise
             for connection in self._idle.pop(endpoint.place, []):
                 connection.transport.close()
         return await self.send(endpoint, raw_body)

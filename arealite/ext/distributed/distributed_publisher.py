@@ -180,6 +180,7 @@ class DistributedPublisher(ServersPublisher):
             world_size=world_size,
             group_name=self.group_name,
             backend=self._backend,
+            timeout_s=self.config.timeout_s,
         )
 
         async def join(server: ServerControl) -> None:

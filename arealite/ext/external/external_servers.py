@@ -7,10 +7,11 @@ Trials with another `cluster.name_root` are not found: use a server in one trial
 """
 
 import asyncio
+import glob
 import math
 import os
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,17 @@ import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
-from arealite.api.server_protocol import Json, Load, ServerProtocol, part_of_entry
+from arealite.api.server_protocol import (
+    Json,
+    Load,
+    ServerDescription,
+    ServerProtocol,
+    part_of_entry,
+)
 from arealite.base import entries, log, model_folder
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import DeadlineError, RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.ext.server_processes.follow import follow
+from arealite.ext.server_processes.follow import describe, follow, json_object
 from arealite.impl.http_client import Pool
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -33,8 +40,8 @@ logger = log.get(__name__)
 ANSWER_S = 10.0
 """Time limit of a request; a loaded server may need seconds."""
 DESCRIBE_S = 60.0
-"""Time limit of a request for facts, if the server has answered another one. vLLM collects facts
-about its machine first, which took 19 s on a loaded machine."""
+"""Time limit of a request for facts, if the kind of the server is known. vLLM collects facts about
+its machine first, which took 19 s on a loaded machine."""
 SILENT = (OSError, RoleError)
 
 
@@ -99,6 +106,12 @@ class ExternalServers:
         difference = other_model(entry, self.model)
         if difference:
             raise UserError(difference)
+        if not entry["architectures"] and not read_json(entry["model_path"]):
+            logger.warning(
+                "the server's model was not compared: its folder cannot be read here",
+                address=address,
+                folder=entry["model_path"],
+            )
         entry["vocab_size"] = vocab_size(self.model)
         if not self.updates or self._pid_of_address.get(address) == entry["pid"]:
             return
@@ -107,8 +120,10 @@ class ExternalServers:
         url = entry["address"] + path
         with bounded(url, ANSWER_S):
             status, _ = await self.pool.request(url, self.headers, body)
-        if status == 200:  # a server without this route keeps its version
+        if status == 200:
             entry["version"] = UNTRUSTED
+        elif status != 404:  # a server without this route keeps its version
+            raise RoleError(f"{url} answered {status}, so its version cannot be marked as unknown")
         self._pid_of_address[address] = entry["pid"]
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
@@ -118,9 +133,18 @@ class ExternalServers:
         heartbeat_s = self.registry.heartbeat_s
 
         async def version() -> str | int | None:
-            wait_s = max(self.registry.ttl_s, protocol.status_s)
-            raw = await self._get(url + protocol.version_path, wait_s)
-            return protocol.read_version(raw or b"{}")
+            while True:
+                wait_s = max(self.registry.ttl_s, protocol.status_s)
+                try:
+                    raw = await self._get(url + protocol.version_path, wait_s)
+                except DeadlineError:
+                    if not protocol.health_path:
+                        raise
+                    await self._get(url + protocol.health_path, self.registry.ttl_s)  # it is busy
+                    continue
+                if raw is None:
+                    raise RoleError(f"{url}{protocol.version_path} answered an error")
+                return protocol.read_version(raw)
 
         async def load() -> Load | None:
             with suppress(*SILENT, UserError, msgspec.MsgspecError):
@@ -145,16 +169,13 @@ class ExternalServers:
             UserError: the server is of no known kind, cannot be used, or requires another key.
             DeadlineError, OSError: the server does not reply.
         """
-        url = f"http://{address}"
-        answers: dict[str, Json] = {}
         for name in [*entries.own("server_protocol"), *entries.installed("server_protocol")]:
-            entry: dict[str, Any] = {"address": url, "type": "external", "protocol": name}
-            protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
-            for path in protocol.describe_paths:
-                if path not in answers:
-                    wait_s = DESCRIBE_S if any(answers.values()) else ANSWER_S
-                    answers[path] = _json_object(await self._get(url + path, wait_s))
-            description = protocol.describe(answers)
+            entry: dict[str, Any] = {
+                "address": f"http://{address}",
+                "type": "external",
+                "protocol": name,
+            }
+            description = await self._description(entry)
             if description is not None:
                 return {
                     **entry,
@@ -166,10 +187,18 @@ class ExternalServers:
                     "host": address.rpartition(":")[0],
                     "pid": description.start_id,
                 }
-        raise UserError(
-            f"it is no server of a kind that is known here (it answers {_shown(answers)}). "
-            "Correct the address."
-        )
+        raise UserError("it is no server of a kind that is known here. Correct the address.")
+
+    async def _description(self, entry: dict[str, Any]) -> ServerDescription | None:
+        """Return what a server says of itself; None if it is not of the kind in its entry."""
+        protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
+        first_path, *_ = protocol.describe_paths
+
+        async def get(path: str) -> Json:
+            wait_s = ANSWER_S if path == first_path else DESCRIBE_S
+            return json_object(await self._get(entry["address"] + path, wait_s))
+
+        return await describe(protocol, get)
 
     async def _get(self, url: str, wait_s: float) -> bytes | None:
         """Return the answer at `url`; None if the status is not 200.
@@ -186,19 +215,6 @@ class ExternalServers:
                 "Set llm_server.api_key_env to the environment variable with its key."
             )
         return raw if status == 200 else None
-
-
-def _json_object(raw: bytes | None) -> Json:
-    """Return a JSON object; {} if there is none."""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(raw or b"{}", type=Json)
-    return {}
-
-
-def _shown(answers: Mapping[str, Json]) -> str:
-    """Return the answers that a server gave, shortened."""
-    given = [f"{path}: {str(answer)[:80]}" for path, answer in answers.items() if answer]
-    return "; ".join(given) or "nothing of that kind"
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
@@ -307,7 +323,7 @@ def check_form(address: str, addresses: Sequence[str]) -> None:
         raise UserError(
             f"llm_server.addresses: {address!r} is not host:port, as in 10.0.0.7:30000."
         )
-    if addresses.count(address) > 1:
+    if [entry_id(other) for other in addresses].count(entry_id(address)) > 1:
         raise UserError(f"llm_server.addresses: {address} is given twice. Give it once.")
 
 
@@ -377,7 +393,7 @@ def _live_everywhere(names: NameRegistry, server_id: str) -> list[tuple[Path, En
     """Return the live servers with this id in all trials of name_root, each with its root."""
     name_root = names.root.parents[2]
     live: list[tuple[Path, Entry]] = []
-    for file in name_root.glob(f"*/*/*/llm_server/{server_id}.json"):
+    for file in name_root.glob(f"*/*/*/llm_server/{glob.escape(server_id)}.json"):
         root = file.parents[1]
         for entry in NameRegistry(root=root, ttl_s=names.ttl_s).list("llm_server"):
             if entry.id == server_id:

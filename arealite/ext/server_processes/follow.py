@@ -1,13 +1,43 @@
-"""Keeps version and load in the entry of a server up to date."""
+"""Reads what a server says of itself; keeps version and load in its entry up to date."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NoReturn
 
-from arealite.api.server_protocol import Load
+import msgspec
+
+from arealite.api.server_protocol import Json, Load, ServerDescription, ServerProtocol
 
 FOLLOW_S = 0.2
 """Seconds between two requests for the version: the delay until clients can read a new version."""
+
+
+def json_object(raw: bytes | None) -> Json:
+    """Return a JSON object; {} if there is none."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(raw or b"{}", type=Json)
+    return {}
+
+
+async def describe(
+    protocol: ServerProtocol, get: Callable[[str], Awaitable[Json]]
+) -> ServerDescription | None:
+    """Return what a server says of itself; None if it is of another kind.
+
+    Args:
+        protocol: Protocol of the kind.
+        get: Requests a route; returns its JSON, or {} without an answer.
+
+    Raises:
+        UserError: The server cannot be used.
+    """
+    answers: dict[str, Json] = {}
+    for path in protocol.describe_paths:
+        answers[path] = await get(path)
+        if not any(answers.values()):
+            return None  # the first route tells the kinds apart
+    return protocol.describe(answers)
 
 
 async def follow(

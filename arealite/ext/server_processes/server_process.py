@@ -25,7 +25,7 @@ from arealite.api.server_protocol import (
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, RoleError, UserError
 from arealite.ext.server_processes.config import ServerProcessOptions
-from arealite.ext.server_processes.follow import follow
+from arealite.ext.server_processes.follow import describe, follow, json_object
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
@@ -36,6 +36,8 @@ from arealite.system.names.name_registry import NameRegistry
 logger = log.get(__name__)
 
 POLL_S = 0.1
+HEALTH_S = 1.0
+"""Time without an answer about its version until a server is asked for its health."""
 LOAD_S = 1.0
 """Time limit of a request for the load; a server may not reply while it loads weights."""
 TERMINATE_S = 5.0
@@ -282,17 +284,13 @@ class ServerProcess(Supervisor):
 
         The name then dies, so no client uses the server. The server is killed after `silence_s`.
         """
-        longest_s = max(self.config.cluster.ttl_s, self.protocol.status_s)
-        is_responsive = time.monotonic() - self._replied < longest_s
+        is_responsive = time.monotonic() - self._replied < self.config.cluster.ttl_s
         return self._entry.copy() if is_responsive else None
 
     async def _description(self) -> ServerDescription:
         """Return what the server says of itself, once it says it."""
         while True:
-            answers: dict[str, Json] = {}
-            for path in self.protocol.describe_paths:
-                answers[path] = await self._get_json(path)
-            description = self.protocol.describe(answers)
+            description = await describe(self.protocol, self._get_json)
             if description is not None and description.context_length is not None:
                 return description
             await asyncio.sleep(POLL_S)
@@ -305,17 +303,32 @@ class ServerProcess(Supervisor):
             RoleError: the server needs a restart.
         """
         path = self.protocol.version_path
-        reply = self._bounded(
-            f"an answer of {self.address}{path}",
-            self.options.silence_s,
-            replies_soon=True,
-        )
-        with reply:
-            version = await self._read_version(path)
+        asking = asyncio.create_task(self._read_version(path), name=f"version of {self.address}")
+        try:
+            while not asking.done():
+                with self._bounded(
+                    f"an answer of {self.address}{path}",
+                    self.options.silence_s,
+                    replies_soon=True,
+                ):
+                    await self._sign_of_life(asking)
+                self._replied = time.monotonic()
+            version = asking.result()
+        finally:
+            asking.cancel()
         if version is not None and str(version) == self.launch.program.restart_version:
             raise RoleError("a failed update has broken its weights")
-        self._replied = time.monotonic()
         return version
+
+    async def _sign_of_life(self, asking: "asyncio.Task[str | int | None]") -> None:
+        """Wait until the version is known, or a busy server answers `health_path`."""
+        while True:
+            await asyncio.wait([asking], timeout=HEALTH_S)
+            health_path = self.protocol.health_path
+            if asking.done() or (
+                health_path and await self._get(health_path, HEALTH_S) is not None
+            ):
+                return
 
     async def _read_version(self, path: str) -> str | int | None:
         """Repeat a request for the version until the server replies."""
@@ -351,10 +364,7 @@ class ServerProcess(Supervisor):
 
     async def _get_json(self, path: str) -> Json:
         """Return the JSON reply to a GET; {} without a reply in JSON."""
-        answer = await self._get(path, self._reply_s)
-        with suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(answer or b"{}", type=Json)
-        return {}
+        return json_object(await self._get(path, self._reply_s))
 
     async def _get(self, path: str, seconds: float, body: Json | None = None) -> bytes | None:
         """Return the reply to a GET, or to a POST if there is a body; None without a reply."""

@@ -84,6 +84,7 @@ class SGLangControl(ServerControl):
 
     async def join_group(self, group: WeightGroup, rank_offset: int) -> None:
         body = vars(group) | {"rank_offset": rank_offset}
+        del body["timeout_s"]
         await self.request_ok("/init_weights_update_group", body, is_slow=True)
 
     async def receive(

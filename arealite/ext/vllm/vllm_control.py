@@ -49,11 +49,18 @@ class VLLMControl(ServerControl):
         A token that it sampled from incomplete weights could end its process.
         """
         has_spans = True
-        if not await self.reports_pause():
+        if await self.reports_pause():
+            self.broken = await self.version() in (UNTRUSTED, NEEDS_RESTART)
+        else:
             has_spans = await self._generates_spans()
         version = msgspec.json.decode(await self.request_ok("/version"))["version"]
         tp = await self._world_size("?include_dp=false")
         world_size = await self._world_size("")
+        if world_size != tp:
+            raise RoleError(
+                f"{self.address} has several copies of the model, of which only one would report "
+                "failed updates; start servers of one copy (num_servers instead of dp)"
+            )
         with suppress(ServerRefusal):
             await self._call("arealite_state", {})
             self.has_our_modules = True
@@ -68,7 +75,7 @@ class VLLMControl(ServerControl):
             relabel=True,
             distributed=self.has_our_modules,
             tp=tp,
-            dp=world_size // tp,
+            dp=1,
         )
 
     async def send_pause(self, mode: str) -> None:
@@ -84,27 +91,24 @@ class VLLMControl(ServerControl):
         Raises:
             ServerRefusal: The tensors are not those of the server's model.
         """
-        await self._check_weights({"shapes": shapes})
-        self.broken = True
-        await self.request_ok("/start_weight_update", {}, is_slow=True)
+        await self._start_update({"shapes": shapes})
 
     async def end(self) -> None:
         """Return at once: the last tensors have ended the update."""
 
     async def load_folder(self, folder: Path, version: int) -> None:
         if self.has_our_modules:
-            await self._check_weights({"path": str(folder)})
-            self.broken = True
-            await self.request_ok("/start_weight_update", {}, is_slow=True)
             info = {"path": str(folder)}
+            await self._start_update(info)
             await self.request_ok("/update_weights", {"update_info": info}, is_slow=True)
             await self._finish_update(version)
             return
         self.broken = True  # a failed load leaves parts of the model without weights
+        # The label comes first: if the server is restarted now, the new process does not get it.
+        await self.relabel(str(version), abort=False)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.request_ok("/collective_rpc", body, is_slow=True)
         await self._drop_prefixes()
-        await self.relabel(str(version), abort=False)
         self.broken = False
 
     async def join_group(self, group: WeightGroup, rank_offset: int) -> None:
@@ -175,8 +179,8 @@ class VLLMControl(ServerControl):
         (choice,) = msgspec.json.decode(answer)["choices"]
         return choice.get("weight_versions") is not None
 
-    async def _check_weights(self, weights: Mapping[str, object]) -> None:
-        """Compare tensors with the model of each worker.
+    async def _start_update(self, weights: Mapping[str, object]) -> None:
+        """Compare tensors with the model of each worker, and begin an update.
 
         Raises:
             ServerRefusal: They differ. The server still has its earlier weights.
@@ -186,11 +190,13 @@ class VLLMControl(ServerControl):
         for result in results:
             if result["refusal"]:
                 raise ServerRefusal(f"{self.address} refuses the weights: {result['refusal']}")
+        self.broken = True
+        await self.request_ok("/start_weight_update", {}, is_slow=True)
 
     async def _finish_update(self, version: int) -> None:
+        await self._drop_prefixes()
         body = {"weight_version": str(version)}
         await self.request_ok("/finish_weight_update", body, is_slow=True)
-        await self._drop_prefixes()
         self.broken = False
 
     async def _drop_prefixes(self) -> None:

@@ -94,6 +94,7 @@ class VLLMProtocol(ServerProtocol):
     describe_paths = ("/version", "/v1/models", "/weight_info", INFO_PATH)
     streams_versions = False
     status_s = 30.0
+    health_path = "/health"
 
     def encode_request(self, request: GenerateRequest) -> bytes:
         """Return the body. vLLM takes a parameter that is missing from the model's folder."""
@@ -153,8 +154,7 @@ class VLLMProtocol(ServerProtocol):
 
     def describe(self, answers: Mapping[str, Json]) -> ServerDescription | None:
         program_version = str(answers["/version"].get("version", ""))
-        models = answers["/v1/models"].get("data") or [{}]
-        model: Json = models[0]
+        model = _first_model(answers["/v1/models"])
         if not program_version or model.get("owned_by") != "vllm":
             return None
         if version_numbers(program_version) < OLDEST_VERSION:
@@ -195,6 +195,13 @@ class VLLMProtocol(ServerProtocol):
         for name, number in gauges:
             load[name.decode()] += int(float(number))
         return load
+
+
+def _first_model(models: Json) -> Json:
+    """Return the first model in an answer of /v1/models; {} without one."""
+    data = models.get("data")
+    model = data[0] if isinstance(data, list) and data else {}
+    return model if isinstance(model, dict) else {}
 
 
 def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:

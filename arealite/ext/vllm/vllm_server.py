@@ -80,6 +80,11 @@ class VLLMServer(ServerGroup):
                 "which does not report the version of each token. "
                 "Install vLLM 0.32 or newer there."
             )
+        if self.options.dp > 1:
+            raise UserError(
+                f"llm_server.vllm.dp={self.options.dp}: one server has one copy of the model. "
+                "Set llm_server.vllm.num_servers instead."
+            )
         if not is_cpu:
             return
         if "cpu" not in version and sys.platform == "linux":
@@ -126,7 +131,6 @@ class VLLMServer(ServerGroup):
             "--max-model-len": server.context_length,
             "--seed": config.seed + index,
             "--tensor-parallel-size": options.tp,
-            "--data-parallel-size": options.dp,
             "--gpu-memory-utilization": options.gpu_memory_utilization,
             "--max-num-seqs": options.max_num_seqs,
             "--uvicorn-log-level": "warning",

@@ -82,18 +82,18 @@ def token_versions(answer: ServerAnswer, acknowledged: int) -> list[int]:
     return versions
 
 
-def routing(answer: ServerAnswer, experts: Experts | None, tokens: int) -> bytes:
+def routing(answer: ServerAnswer, experts: Experts, tokens: int) -> bytes:
     """Return the recorded experts of an answer, as in `LLMResponse.routing`; b"" without a record.
 
     Args:
-        experts: numbers of the model; None: no record was requested.
+        experts: numbers of the model.
         tokens: inputs that the record must cover.
 
     Raises:
         InvariantError: the record has another length, or numbers of experts that do not exist.
     """
     expert_ids = answer.expert_ids
-    if experts is None or expert_ids is None:
+    if expert_ids is None:
         return b""
     highest_id = int(expert_ids.max(initial=0))
     expected_length = tokens * experts.layers * experts.per_token

@@ -224,7 +224,7 @@ class ServersClient(LLMClient):
             return self._streamed_answer(generation, server, stream)
         if status == 200:
             if stream is not None and stream.answer is not None:
-                return stream.answer
+                return self._streamed_answer(generation, server, stream)
             try:
                 return server.protocol.decode_answer(raw)
             except msgspec.DecodeError as error:
@@ -240,7 +240,7 @@ class ServersClient(LLMClient):
     def _streamed_answer(
         self, generation: GenerationState, server: LLMServerState, stream: AnswerStream | None
     ) -> ServerAnswer | None:
-        """Return the tokens that a server streamed before it failed; None without any.
+        """Return the tokens that a server streamed; None without any.
 
         Raises:
             ServerUnavailable: the server did not report their versions, which it does at the end.

@@ -74,6 +74,8 @@ class WeightGroup:
     group_name: str
     backend: str
     """gloo or nccl."""
+    timeout_s: float
+    """Limit of the wait for all ranks, and of each broadcast."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -251,7 +253,7 @@ class ServerControl(ABC):
         )
 
     async def resume(self) -> None:
-        """Continue the server, unless it is broken and keeps no label that says so."""
+        """Continue the server; a broken one only if `mark_broken` allows it."""
         with self.time_limit("a continue", self.status_s):
             if self.broken and not await self.mark_broken():
                 return

@@ -92,7 +92,9 @@ class ServersUpdate:
 
     async def finish(self) -> None:
         """Continue the servers, which have all weights now, and confirm the version."""
-        finishing = [self._publisher.finish(server, self._version) for server in self._servers]
+        finishing = [
+            self._publisher.finish(server, self._version, self._until) for server in self._servers
+        ]
         await asyncio.gather(*finishing)
 
 
@@ -362,15 +364,21 @@ class ServersPublisher(WeightPublisher):
             if verify and server.confirmed_version == version:
                 logger.info("server updated", server=server.id, version=version)
 
-    async def finish(self, server: ServerControl, version: int) -> None:
-        """Continue a server that has all weights of a version; quarantine it if it fails."""
+    async def finish(self, server: ServerControl, version: int, until: float) -> None:
+        """Continue a server that has all weights of a version; quarantine it if it fails.
+
+        Args:
+            until: Deadline, in the loop's time.
+        """
         try:
-            await server.finish(version)
+            left_s = max(server.status_s, until - asyncio.get_running_loop().time())
+            with server.time_limit(f"{server.id} to finish an update", left_s):
+                await server.finish(version)
         except FAILURES as error:
             self._quarantine(server, error)
 
     def _quarantine(self, server: ServerControl, error: Exception) -> None:
-        """Exclude a server from traffic until an update succeeds; continue it if it is paused."""
+        """Note that a server's update has failed; continue the server if it may be continued."""
         message = f"{type(error).__name__}: {error}"
         if message != server.error:
             logger.warning("server quarantined", server=server.id, error=str(error))

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import os
 import signal
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import structlog.testing
 
 from arealite.api.experiment_config import ServerConfig
 from arealite.api.llm_server import UNTRUSTED
+from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.ext.server_processes import server_process
 from arealite.ext.server_processes.server_process import Launch, ServerProcess
@@ -78,7 +79,6 @@ def test_options_become_arguments_and_required_ones_come_last(
         context_length=99,
         gpu_memory_utilization=0.5,
         tp=2,
-        dp=3,
         max_num_seqs=7,
         extra_args=["--api-key=k", "--middleware=theirs.Class", "--logprobs-mode=raw_logprobs"],
     )
@@ -91,7 +91,6 @@ def test_options_become_arguments_and_required_ones_come_last(
         "--max-model-len=99",
         "--gpu-memory-utilization=0.5",
         "--tensor-parallel-size=2",
-        "--data-parallel-size=3",
         "--max-num-seqs=7",
         "--seed=1",
         "--enforce-eager",
@@ -279,20 +278,32 @@ async def test_server_that_only_a_restart_repairs_is_restarted_with_one_line(
     assert "a failed update has broken its weights" in losses[0]
 
 
-def test_server_may_need_a_step_of_its_model_to_report_its_version(
-    program: VLLMProgram, model_folder: Path
-):
-    settings = config(program, model_folder, silence_s=45.0)
+async def test_busy_server_that_answers_its_health_keeps_its_entry(
+    program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its version is known only after a long load; it is silent without that for longer."""
+    monkeypatch.setattr(server_process, "HEALTH_S", 0.01)
+    settings = config(program, model_folder, silence_s=60.0)
     (launch,) = plan(settings)
+    requested: list[str] = []
     with closing(Pool(1.0)) as pool:
         server = ServerProcess(launch, settings, pool)
-    step_s = server.protocol.status_s
-    assert step_s > settings.cluster.ttl_s
-    server._replied = time.monotonic() - step_s + 10.0
-    assert server._value() is not None, "it still has a name"
-    assert server._reply_s == step_s
-    server._replied = time.monotonic() - step_s - 1.0
-    assert server._value() is None
+        server._replied = -math.inf
+        is_loaded = asyncio.Event()
+
+        async def get(path: str, seconds: float, body: Json | None = None) -> bytes:
+            requested.append(path)
+            if path == "/weight_info":
+                await is_loaded.wait()
+            return b'{"weight_version": "7"}'
+
+        monkeypatch.setattr(server, "_get", get)
+        asking = asyncio.create_task(server._version())
+        await eventually(lambda: "/health" in requested, "a request for its health")
+        await eventually(lambda: server._value() is not None, "its entry")
+        is_loaded.set()
+        assert await asking == "7"
+    assert requested.count("/weight_info") == 1
 
 
 async def test_server_whose_engine_died_is_restarted(program: VLLMProgram, model_folder: Path):

@@ -55,8 +55,8 @@ async def test_update_is_checked_before_the_model_changes(site: Site) -> None:
             CHECK,
             "/start_weight_update",
             "/update_weights",
-            "/finish_weight_update",
             "/reset_prefix_cache",
+            "/finish_weight_update",
             "/resume",
         ]
         calls = dict(server.calls)
@@ -249,9 +249,9 @@ async def test_server_without_our_modules_reloads_the_folder(site: Site) -> None
         await site.publish(7)
         assert paths(server)[-5:] == [
             "/pause",
+            "/update_weight_version",
             RELOAD,
             "/reset_prefix_cache",
-            "/update_weight_version",
             "/resume",
         ]
         kwargs = {"weights_path": str(site.newest_folder())}
