@@ -16,7 +16,7 @@ checks weights before it loads them.
 On a laptop, vLLM's build for the CPU serves a tiny model with two heads:
 
     make vllm
-    python3 tools/demo_task.py runs/examples/kits/sorting-heads2 --heads 2
+    arealite quickstart --kit runs/examples/kits/sorting-heads2 --heads 2
     VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 .venv-vllm/bin/vllm serve \\
         runs/examples/kits/sorting-heads2/model --host 127.0.0.1 --port 8000 --enforce-eager \\
         --dtype float32 --enable-scale-out --logprobs-mode processed_logprobs 2> server.log &
