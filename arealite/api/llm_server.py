@@ -42,7 +42,7 @@ class LLMServerConfig:
 class ExternalServersConfig:
     """External servers: running servers that are not in the name registry."""
 
-    addresses: list[str] = sub(list, "host:port of SGLang servers to update but never to stop")
+    addresses: list[str] = sub(list, "host:port of SGLang or vLLM servers to update, never to stop")
     api_key_env: str = opt("", "environment variable with their API key; '': no key")
 
 

@@ -32,7 +32,7 @@ class PublishReport:
     servers: int = 1
     """Servers that confirmed the version."""
     quarantined: list[str] = field(default_factory=list[str])
-    """Ids of servers that failed. They get no requests until they have the newest version."""
+    """Ids of servers that failed. They get no request that needs a newer version than they have."""
 
 
 class WeightPublisher(ABC):

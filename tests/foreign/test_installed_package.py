@@ -20,7 +20,12 @@ from tests.foreign.conftest import Place
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 PACKAGE = Path(__file__).with_name("package")
-PUBLIC = ("arealite.api.", "arealite.base.errors", "arealite.base.entries")
+PUBLIC = (
+    "arealite.api.",
+    "arealite.base.errors",
+    "arealite.base.entries",
+    "arealite.system.data.templates",
+)
 STEPS = 2
 EPISODES = 8 * STEPS
 PARTS = (

@@ -10,6 +10,7 @@ from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.api.fields import opt, sub
 from arealite.api.llm_server import LLMServer, servers
 from arealite.api.reward import RewardConfig, make_reward
+from arealite.system.data.templates import tokenize
 from orchard import trace
 
 
@@ -26,7 +27,7 @@ class Picker(Agent):
     async def act(self, observation: object) -> Action:
         prompt = f"{observation}{self.config.question}"
         trace("agent", prompt)
-        response = await self.generate(self.tokenizer.encode(prompt))
+        response = await self.generate(tokenize(self.tokenizer, prompt))
         text = self.tokenizer.decode(response.output_ids, skip_special_tokens=True)
         return Action(text, response)
 
