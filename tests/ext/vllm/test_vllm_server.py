@@ -151,7 +151,7 @@ def test_server_of_a_trial_without_security_has_no_secret(
 
 
 def test_named_modules_are_in_the_folder_inside():
-    assert arealite_vllm_guard.SECRET_FILE == SECRET_VARIABLE
+    assert arealite_vllm_guard.SECRET_VARIABLE == SECRET_VARIABLE
     for argument in REQUIRED_ARGUMENTS:
         _, _, target = argument.partition("=")
         module, _, name = target.partition(".")

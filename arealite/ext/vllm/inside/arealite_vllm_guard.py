@@ -25,7 +25,7 @@ from arealite_vllm_gate import (
     send_error,
 )
 
-SECRET_FILE = "AREALITE_SECRET_FILE"
+SECRET_VARIABLE = "AREALITE_SECRET_FILE"
 SECRET_DIGITS = re.compile(r"([0-9a-f]{64})\s*")
 OPEN = ("GET", "/health")
 """Method and path of the only request that needs no token."""
@@ -47,17 +47,17 @@ def read_token(path: str) -> str:
             status = os.fstat(file.fileno())
             digits = file.read(1024)
     except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"{SECRET_FILE}={path} cannot be read: {error}") from error
+        raise SystemExit(f"{SECRET_VARIABLE}={path} cannot be read: {error}") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise SystemExit(f"{SECRET_FILE}={path} must be yours and of mode 0600. Run chmod 600.")
+        raise SystemExit(f"{SECRET_VARIABLE}={path} must be yours and of mode 0600. Run chmod 600.")
     secret = SECRET_DIGITS.fullmatch(digits)
     if secret is None:
-        raise SystemExit(f"{SECRET_FILE}={path} is not a secret of 32 bytes. Name another file.")
+        raise SystemExit(f"{SECRET_VARIABLE}={path} is not a secret of 32 bytes. Name another file.")
     key = bytes.fromhex(secret[1])
     return hmac.digest(key, b"http", "sha256").hex()
 
 
-TOKEN = read_token(os.environ.get(SECRET_FILE, ""))
+TOKEN = read_token(os.environ.get(SECRET_VARIABLE, ""))
 """Read at the import: vLLM continues if a middleware fails later."""
 
 
