@@ -192,7 +192,7 @@ test-vllm: $(VENV)/.dev vllm
 
 # Tests marked vllm_short: guard, refused weights, and updates while the client generates.
 test-vllm-short: $(VENV)/.dev vllm
-	$(PYTEST) -m "vllm and vllm_short" tests/vllm
+	$(PYTEST) -m "vllm and vllm_short" tests/contracts tests/vllm
 
 $(PEERS_VENV)/.dev: pyproject.toml
 	@$(call venv,$(PEERS_VENV))

@@ -203,7 +203,7 @@ import sys
 from pathlib import Path
 from arealite.cli import main
 from arealite.ext.demo import quickstart
-quickstart.make_kit = lambda kit, seed: None
+quickstart.make_kit = lambda kit, seed, heads: None
 quickstart.train.main = lambda words: Path("trained").touch()
 sys.exit(main.main(["quickstart", *sys.argv[1:]]))
 """

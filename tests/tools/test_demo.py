@@ -190,7 +190,7 @@ def test_server_is_started_with_a_valid_config(monkeypatch, tmp_path, backend):
     monkeypatch.setattr(demo, "make_kit", note("kit", tmp_path))
     monkeypatch.setattr(demo, "server", note("server", contextlib.nullcontext()))
     monkeypatch.setattr(demo, "train", note("train", 3))
-    options = SimpleNamespace(seed=4, steps=None, keep=False, backend=backend)
+    options = SimpleNamespace(seed=4, steps=None, keep=False, backend=backend, heads=None)
     assert demo.run_locked(RunPaths(tmp_path / "seed4-x"), options) == 3
     assert set(words) <= set(started["server"][0])
     assert not set(words) & set(started["train"][1])  # the recipe is the same with every server
@@ -199,11 +199,11 @@ def test_server_is_started_with_a_valid_config(monkeypatch, tmp_path, backend):
 
 
 def test_shared_backend_starts_no_server(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "make_kit", lambda kit, seed: kit)
+    monkeypatch.setattr(demo, "make_kit", lambda kit, seed, heads: kit)
     monkeypatch.setattr(demo, "server", lambda *_, **__: pytest.fail("a server was started"))
     told = []
     monkeypatch.setattr(demo, "train", lambda kit, words, steps: told.extend(words) or 3)
-    options = SimpleNamespace(seed=4, steps=None, keep=False, backend="shared")
+    options = SimpleNamespace(seed=4, steps=None, keep=False, backend="shared", heads=None)
     assert demo.run_locked(RunPaths(tmp_path / "seed4-shared"), options) == 3
     assert "trainer.ppo.publisher.type=shared" in told
 

@@ -38,6 +38,7 @@ def test_short_part_on_real_sglang_has_contract_client_publish_and_wrapper() -> 
     assert {f.name for f in files if "mark.sglang_short" in f.read_text()} == {
         "test_llm_server.py",
         "test_llm_server_weights.py",
+        "test_server_kinds.py",
         "test_client.py",
         "test_publishers.py",
         "test_wrapper.py",

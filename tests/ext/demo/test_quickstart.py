@@ -28,7 +28,7 @@ def test_quickstart_trains_the_demo_with_its_own_server(
     monkeypatch.setattr(quickstart.train, "main", lambda words: started.append(words) or 0)
     assert cli.main(["quickstart", "--seed", "3", "trainer.ppo.total_steps=2"]) == 0
     kit = Path("runs/demo/kit-seed3")
-    assert made == [(kit, 3)]
+    assert made == [(kit, 3, None)]
     [config] = configs.parse_stages(started[0], command="c", description="")
     assert (config.seed, config.trainer.ppo.total_steps, config.launcher.llm_servers) == (3, 2, 1)
     assert config.model.path == str(kit / "model")
@@ -56,7 +56,7 @@ def test_kit_alone_starts_no_training(
 ) -> None:
     monkeypatch.setattr(quickstart.train, "main", lambda words: pytest.fail("training started"))
     assert cli.main(["quickstart", "--kit", "kit"]) == 0
-    assert made == [(Path("kit"), 1)]
+    assert made == [(Path("kit"), 1, None)]
 
 
 def test_kit_has_the_files_that_the_quickstart_names(
