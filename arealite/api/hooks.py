@@ -16,10 +16,8 @@ from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
 from arealite.api.fields import Package
 from arealite.api.findings import Finding
-from arealite.api.llm import LLMRequest
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
-from arealite.api.server_protocol import AnswerStream, ServerProtocol
 from arealite.api.task import Task, TaskSampler
 from arealite.api.tokenizer import Tokenizer
 from arealite.base.model_folder import Shapes
@@ -54,6 +52,7 @@ class TextAfterAnswer(Protocol):
         Raises:
             UserError: The chat template refuses the messages.
         """
+        ...
 
 
 TextAfterAnswerMaker = Callable[[Tokenizer], TextAfterAnswer | None]
@@ -205,21 +204,26 @@ class LedgerReport(Protocol):
     @property
     def ok(self) -> bool:
         """Whether the ledger has no problem."""
+        ...
 
     @property
     def problems(self) -> Sequence[str]:
         """A line for each problem."""
+        ...
 
     @property
     def steps(self) -> int:
         """Number of trained steps."""
+        ...
 
     def summary(self) -> str:
         """Return the text that a run prints at its end."""
+        ...
 
     @property
     def mark(self) -> str:
         """A text that the ledger stores if this audit passed, for the next audit; "": none."""
+        ...
 
 
 class LedgerAudit(Protocol):
@@ -244,6 +248,7 @@ class LedgerAudit(Protocol):
             new_only: Skip the records that passed an earlier audit, which the mark tells.
             on_row: To call regularly.
         """
+        ...
 
 
 class OpenGroups(Protocol):
@@ -265,6 +270,7 @@ class WorkerLoad(Protocol):
     @property
     def in_flight(self) -> int:
         """Number of episodes that the worker runs."""
+        ...
 
 
 class WorkerLimits(Protocol):
@@ -276,9 +282,11 @@ class WorkerLimits(Protocol):
     @property
     def by_id(self) -> Mapping[str, WorkerLoad]:
         """The workers that are alive."""
+        ...
 
     def set_limit(self, limit: int, *, leaving: str = "") -> None:
         """Limit the number of episodes of each worker; the worker `leaving` gets no more."""
+        ...
 
 
 class DatapipeControl(Protocol):
@@ -286,12 +294,15 @@ class DatapipeControl(Protocol):
 
     def entry(self) -> Mapping[str, object]:
         """Return further values of the datapipe's entry in the name registry."""
+        ...
 
     def take_batch(self) -> None:
         """Note batches that were composed since the last call; called after each message."""
+        ...
 
     async def run(self, stopped: asyncio.Event) -> None:
         """Run beside the datapipe until `stopped` is set."""
+        ...
 
 
 DatapipeControlMaker = Callable[
@@ -362,12 +373,15 @@ class WatchedSupervisor(Protocol):
     @property
     def say(self) -> Callable[[str], object]:
         """Prints a line."""
+        ...
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether to report a finding."""
+        ...
 
     def child_of(self, finding: Finding) -> Any:
         """Return the child (`Child`) that a finding is about; None: another process."""
+        ...
 
 
 class HealthMonitorMaker(Protocol):
@@ -387,6 +401,7 @@ class HealthMonitorMaker(Protocol):
             silent_s: Seconds after which a silent or stopped child is killed.
             blocked_s: Seconds after which a blocked child is killed.
         """
+        ...
 
 
 LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
@@ -395,11 +410,6 @@ LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
 Rank 0 calls it with the run folder and the class of each logger besides `jsonl`. The first result
 that is not None is used; after None from all, the class itself is called. An error ends training.
 """
-
-AnswerStreamMaker = Callable[[LLMRequest, ServerProtocol], AnswerStream]
-"""Hook `answer_stream`: return what reads the events of an answer that a server streams.
-
-The client calls it for each attempt of a request with `on_tokens`. The last entry is used."""
 
 RoleStacks = Callable[[], str]
 """Hook `role_stacks`: return the stacks of this process, one a line.
@@ -426,12 +436,15 @@ class Console(Protocol):
     @property
     def has_panel(self) -> bool:
         """Whether the console shows the progress of the run, so that lines need not."""
+        ...
 
     def print(self, line: str) -> None:
         """Print a line."""
+        ...
 
     def shown(self) -> AbstractContextManager[None]:
         """Return a context in which the console shows the state of the run."""
+        ...
 
 
 ConsoleMaker = Callable[[RunPaths], Console | None]
@@ -456,6 +469,7 @@ class ServerRegistrar(Protocol):
             config: The experiment.
             updates: Whether the run publishes weights to the servers.
         """
+        ...
 
 
 LedgerFormat = Callable[[sqlite3.Connection], None]

@@ -7,14 +7,14 @@ registry has the protocol's registered name. Pauses and weight updates are a cla
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from arealite.api.llm import SamplingConfig
+from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base import entries
 from arealite.base.errors import InvariantError, UserError
 
@@ -182,6 +182,12 @@ class AnswerStream(Protocol):
         Raises:
             InvariantError: ids and logprobs belong to different tokens.
         """
+
+
+AnswerStreamMaker = Callable[[LLMRequest, ServerProtocol], AnswerStream]
+"""Hook `answer_stream`: return what reads the events of an answer that a server streams.
+
+The client calls it for each attempt of a request with `on_tokens`. The last entry is used."""
 
 
 def part_of_entry(group: str, entry: Mapping[str, Any]) -> Any:

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.hooks import AnswerStreamMaker
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
-from arealite.api.server_protocol import AnswerStream, GenerateRequest, ServerAnswer
+from arealite.api.server_protocol import (
+    AnswerStream,
+    AnswerStreamMaker,
+    GenerateRequest,
+    ServerAnswer,
+)
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size

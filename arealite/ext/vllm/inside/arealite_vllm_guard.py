@@ -52,7 +52,9 @@ def read_token(path: str) -> str:
         raise SystemExit(f"{SECRET_VARIABLE}={path} must be yours and of mode 0600. Run chmod 600.")
     secret = SECRET_DIGITS.fullmatch(digits)
     if secret is None:
-        raise SystemExit(f"{SECRET_VARIABLE}={path} is not a secret of 32 bytes. Name another file.")
+        raise SystemExit(
+            f"{SECRET_VARIABLE}={path} is not a secret of 32 bytes. Name another file."
+        )
     key = bytes.fromhex(secret[1])
     return hmac.digest(key, b"http", "sha256").hex()
 
