@@ -138,10 +138,10 @@ class ExternalServers:
                 try:
                     raw = await self._get(url + protocol.version_path, wait_s)
                 except DeadlineError:
-                    if not protocol.health_path:
-                        raise
-                    await self._get(url + protocol.health_path, self.registry.ttl_s)  # it is busy
-                    continue
+                    health_url = protocol.health_path and url + protocol.health_path
+                    if health_url and await self._get(health_url, self.registry.ttl_s) is not None:
+                        continue  # it is busy
+                    raise
                 if raw is None:
                     raise RoleError(f"{url}{protocol.version_path} answered an error")
                 return protocol.read_version(raw)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig
+from arealite.ext.external.external_servers import ExternalServers
+from arealite.ext.vllm.vllm_protocol import VLLMProtocol
 from arealite.impl.client.servers_client import ServersClient
 from tests.ext.external.test_external import at, examine, experiment, refusal, registering
 from tests.fakes.sglang import FakeSGLang
@@ -79,3 +82,23 @@ async def test_load_of_a_vllm_server_is_registered(tmp_path: Path) -> None:
         registering(experiment(tmp_path, at(server))) as named,
     ):
         await named(lambda value: value.get("load") == load)
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+async def test_busy_server_is_kept_while_it_answers_its_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """The first question for its version is not answered; after it, /health decides."""
+    monkeypatch.setattr(VLLMProtocol, "status_s", 0.0)
+    async with FakeVLLM() as server:
+        servers = ExternalServers(experiment(tmp_path, at(server)))
+        entry = await servers.describe(at(server))
+        servers.registry.ttl_s = 0.3
+        server.fail_next("hang", path="/weight_info")
+        server.fail_next("500", path="/weight_info")
+        if not is_alive:
+            server.fail_next("500", path="/health")
+        error = await servers._until_silent(entry, asyncio.Event())
+        servers.pool.close()
+    assert ("/weight_info answered an error" in error) == is_alive
+    assert is_alive or "waited 0.3 s" in error
