@@ -83,7 +83,7 @@ class ServerAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class ServerDescription:
-    """What a server says of itself."""
+    """The description that a server gives of itself."""
 
     model_path: str
     version: str | int | None

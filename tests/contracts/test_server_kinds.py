@@ -35,25 +35,30 @@ EACH_MODE = pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 @pytest.fixture(params=KINDS)
 async def kind(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIterator[KindOfServer]:
     """Return a server in its initial state, new or reset, to which a publisher is connected."""
+    name = "sglang"
     settings: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         if request.param in FAKES:
             fake = await stack.enter_async_context(
                 FAKES[request.param](context_length=512, vocab_size=64, next_token=lambda ids: 9)
             )
-            address, name = fake.url, request.param.removeprefix("fake ")
+            address = fake.url
+            name = request.param.removeprefix("fake ")
             settings = {"hold": lambda: setattr(fake, "hold_after", 3), "release": fake.release}
         elif request.param == "embedded":
             instance = await stack.enter_async_context(embedded(folders[0]))
-            address, name = instance.address, "sglang"
+            address = instance.address
             brake = Brake(instance.engine)
             settings = {"hold": brake.block, "release": brake.release}
         elif request.param == "sglang":
             sglang = request.getfixturevalue("sglang_server")
-            address, name, folders = sglang.address, "sglang", sglang.folders
+            address = sglang.address
+            folders = sglang.folders
         else:
             vllm = request.getfixturevalue("vllm_server")
-            address, name, folders = vllm.real.address, "vllm", [*map(str, vllm.folders)]
+            address = vllm.real.address
+            name = "vllm"
+            folders = [str(folder) for folder in vllm.folders]
             settings = {"headers": {"Authorization": f"Bearer {vllm.token}"}}
         pool = Pool(60.0)
         stack.callback(pool.close)

@@ -29,7 +29,7 @@ STREAM_INTERVAL = 8
 NEEDS_RESTART = "-2"
 """Version of a server that only a restart can repair."""
 NO_LOGPROB = -9999.0
-"""What vLLM sends for a token without a log-probability, and for NaN."""
+"""vLLM sends this number for a token without a log-probability, and in the place of NaN."""
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests."""
 INFO_PATH = "/server_info?config_format=json"

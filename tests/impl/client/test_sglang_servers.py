@@ -1,4 +1,4 @@
-"""What only SGLang servers do: no spans, texts of stop strings, two forms of streams."""
+"""Behaviour of SGLang servers alone: no spans, texts of stop strings, two forms of streams."""
 
 from __future__ import annotations
 

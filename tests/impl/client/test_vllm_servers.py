@@ -1,4 +1,4 @@
-"""What only vLLM servers do: a stream has versions only at its end."""
+"""Behaviour of vLLM servers alone: a stream has versions only at its end."""
 
 from __future__ import annotations
 
