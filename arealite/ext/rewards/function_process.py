@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
+from contextlib import closing
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, SupportsFloat
@@ -128,14 +129,16 @@ class ImportedFunctions:
     def serve(self) -> None:
         """Answer messages until the worker closes the connection."""
         self._loop.add_reader(self._incoming, self._loop.stop)
-        while True:
-            if self._running:
-                self._loop.run_forever()  # until a message arrives
-            data = self._incoming.recv(RECEIVE_BYTES)
-            if not data:
-                return
-            for frame in self._frames.feed(data):
-                self._handle(frame)
+        with closing(self._loop):
+            while data := self._next_bytes():
+                for frame in self._frames.feed(data):
+                    self._handle(frame)
+
+    def _next_bytes(self) -> bytes:
+        """Run the coroutines until bytes arrive; return them, or b"" at the end."""
+        if self._running:
+            self._loop.run_forever()
+        return self._incoming.recv(RECEIVE_BYTES)
 
     def _handle(self, frame: bytes) -> None:
         if not self.functions:
@@ -260,9 +263,8 @@ def main() -> None:
     stdout: Any = sys.stdout
     stdout.reconfigure(line_buffering=True)  # a process that is killed loses no lines
     outputs.protect()  # a function may print although the worker's output is closed
-    calls = inherited_socket(sys.argv[1])
-    answers = inherited_socket(sys.argv[2])
-    ImportedFunctions(calls, answers).serve()
+    with inherited_socket(sys.argv[1]) as calls, inherited_socket(sys.argv[2]) as answers:
+        ImportedFunctions(calls, answers).serve()
 
 
 def inherited_socket(descriptor: str) -> socket.socket:

@@ -358,6 +358,17 @@ async def test_output_of_a_function_is_forwarded(
     assert "and on stderr\n" in err
 
 
+async def test_process_leaves_nothing_open_at_its_end(
+    made: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
+    reward = await made("process_async")
+    pid = int(await reward.score_task("", task()))
+    await reward.close()
+    until_exited(pid)
+    assert capfd.readouterr().err == ""
+
+
 async def test_function_prints_although_the_outputs_are_closed(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
