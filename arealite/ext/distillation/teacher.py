@@ -1,0 +1,88 @@
+"""The teacher's servers: a trial beside the run's own, named `<trial_name>-teacher`.
+
+Its servers, client and name registry are those of every trial, so `arealite why` and restarts work
+for a teacher, too. Its weights never change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.trainer import PPOConfig
+from arealite.ext.distillation.config import DistillationConfig
+from arealite.ext.external.external_servers import keep_registered
+from arealite.impl.launcher.local import clear_leftovers
+from arealite.impl.launcher.processes import Child, end_all, how_ended, server_overrides, spawn
+
+NAME = "teacher"
+START_S = 600.0
+"""How long a teacher of the run may load its model."""
+LONGEST_PAUSE_S = 60.0
+"""Between two starts of a server that ended."""
+Work = Coroutine[object, object, None]
+
+
+def options_of(config: PPOConfig) -> DistillationConfig:
+    """Return the section `distillation` of the options."""
+    return config.distillation
+
+
+def teacher_trial(config: ExperimentConfig) -> ExperimentConfig:
+    """Return the config of the teacher's trial."""
+    ppo = config.trainer.ppo
+    options = options_of(ppo)
+    # The experts that a teacher chooses are not replayed.
+    collector = replace(ppo.collector, routing="ignore")
+    launcher = replace(
+        config.launcher,
+        llm_servers=0,
+        server_args=options.server_args,
+    )
+    return replace(
+        config,
+        trial_name=f"{config.trial_name}-{NAME}",
+        server_wait_s=max(config.server_wait_s, START_S),
+        model=replace(config.model, path=options.teacher or config.model.path),
+        llm_server=replace(config.llm_server, addresses=options.addresses),
+        launcher=launcher,
+        trainer=replace(config.trainer, ppo=replace(ppo, collector=collector)),
+    )
+
+
+def provide_teacher(config: ExperimentConfig, say: Callable[[str], object]) -> Work | None:
+    """Return what serves the teacher, or registers its servers. Hook `run_started`.
+
+    Args:
+        config: The experiment.
+        say: Prints the end of a server.
+    """
+    options = options_of(config.trainer.ppo)
+    if not options.is_on:
+        return None
+    trial = teacher_trial(config)
+    if options.addresses:
+        return keep_registered(trial, updates=False)
+    return serve(trial, say)
+
+
+async def serve(trial: ExperimentConfig, say: Callable[[str], object]) -> None:
+    """Run the server of a trial, and start it again when it ends, until cancelled."""
+    logs = run_paths(trial).logs
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{NAME}.log"
+    command = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(trial)]
+    pause_s = 1.0
+    while True:
+        child: Child = await spawn(NAME, command, log=log, environment={})
+        try:
+            code = await child.process.wait()
+        finally:
+            await end_all([child])
+            clear_leftovers(trial, "llm_server")  # a killed server leaves its name
+        say(f"{NAME} ended ({how_ended(code)}), starts again in {pause_s:g} s  log: {log}")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
