@@ -34,6 +34,12 @@ class Sequence:
     """Inputs of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …"""
     routing: np.ndarray | None = None
     """uint8 [T, bytes]: the experts that a server chose, as in `Segment.routing`."""
+    top_ids: np.ndarray | None = None
+    """int32 [T, K]: the sampler's most probable tokens; -1: none. The field `behav_top_logprobs`
+    has their log-probabilities, float32 [T, K]."""
+    is_truncated: np.ndarray | None = None
+    """bool [T]: where only the tokens in `top_ids` could be sampled, so that the policy's
+    distribution is renormalised over them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,8 @@ class GenerateRequest:
     input_ids: list[int] | msgspec.Raw
     """The prompt and the tokens sampled so far, or their JSON."""
     sampling: SamplingConfig
+    num_top: int = 0
+    """Most probable tokens that the answer should have at each sampled token."""
     num_sampled: int = 0
     """Tokens at the end of `input_ids` that earlier answers have sampled."""
     ignore_eos: bool = False
@@ -42,6 +44,10 @@ class GenerateRequest:
     """Whether the answer should have the experts of each input token."""
     routing_start: int = 0
     """First token of `input_ids` whose experts are wanted."""
+
+
+TopRow = list[tuple[float | None, int, Any]]
+"""(logprob, token id, unused) of the most probable tokens at a position, in any order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +66,11 @@ class ServerAnswer:
     output_ids: list[int]
     logprobs: list[float]
     """One for each of `output_ids`."""
+    top_tokens: list[TopRow] | None = None
+    """One row for each of `output_ids`; None if the server reports none."""
+    is_renormalized: bool = False
+    """Whether all logprobs are those of the tokens that top_p, top_k and min_p keep; False: of the
+    whole vocabulary."""
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
     """The versions of all tokens so far; [] if the server does not report them."""
     newest_version: str | int | None = None

@@ -208,6 +208,9 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     stop_ids = sampling.stop_token_ids or []
     _check_vocabulary("input_ids", prompt, model.vocab_size)
     _check_vocabulary("stop_token_ids", stop_ids, model.vocab_size)
+    num_top = 0
+    if body.return_logprob:
+        num_top = min(body.top_logprobs_num, model.vocab_size)
     stops = frozenset[int]()
     if not sampling.ignore_eos:  # else stop_token_ids are ignored, too, as SGLang does
         stops = model.eos_token_ids | frozenset(stop_ids)
@@ -220,7 +223,7 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         stop_strings=_stop_strings(sampling),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
         interval=(sampling.stream_interval or 1) if body.stream else 0,
-        num_top=min(body.top_logprobs_num, model.vocab_size) if body.return_logprob else 0,
+        num_top=num_top,
         scored_from=_scored_from(body, len(prompt), model.vocab_size),
         wants_routing=body.return_routed_experts,
         routing_start=body.routed_experts_start_len,
@@ -370,12 +373,14 @@ def answer(
 def _prompt_scores(generation: Generation) -> dict[str, object]:
     """Return the scores of the prompt; the first position has none, as in SGLang."""
     scored_ids = generation.prompt[generation.scored_from :]
-    pairs = zip([None, *generation.prompt_logprobs], scored_ids, strict=True)
+    logprobs = [None, *generation.prompt_logprobs]
+    pairs = zip(logprobs, scored_ids, strict=True)
     scores: dict[str, object] = {
         "input_token_logprobs": [[logprob, token, None] for logprob, token in pairs]
     }
     if generation.num_top:
-        scores["input_top_logprobs"] = [None, *_entries(generation.prompt_top_tokens)]
+        rows = _entries(generation.prompt_top_tokens)
+        scores["input_top_logprobs"] = [None, *rows]
     return scores
 
 
@@ -384,8 +389,13 @@ def _entries(positions: list[TopTokens]) -> list[list[tuple[float, int, None]]]:
     entries = list[list[tuple[float, int, None]]]()
     for ids_K, logprobs_K in positions:
         pairs = zip(logprobs_K.tolist(), ids_K.tolist(), strict=True)
-        row = [(logprob, token, None) for logprob, token in pairs if logprob > -math.inf]
-        entries.append(row)
+        entries.append(
+            [
+                (logprob, token, None)  # in SGLang, the third is the text
+                for logprob, token in pairs
+                if logprob > -math.inf
+            ]
+        )
     return entries
 
 

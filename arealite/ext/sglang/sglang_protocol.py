@@ -17,6 +17,7 @@ from arealite.api.server_protocol import (
     ServerAnswer,
     ServerDescription,
     ServerProtocol,
+    TopRow,
     VersionSpan,
     mismatch,
 )
@@ -34,6 +35,7 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True):
     input_ids: list[int] | msgspec.Raw
     sampling_params: dict[str, object]
     return_logprob: bool = True
+    top_logprobs_num: int | msgspec.UnsetType = msgspec.UNSET
     stream: bool = False
     return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
@@ -56,6 +58,9 @@ class Meta(msgspec.Struct, kw_only=True):
     """None before the end of a stream."""
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
     """[logprob, token id, text or null] of each token."""
+    output_top_logprobs: list[TopRow] | None = None
+    is_renormalized: bool = False
+    """Reported by the embedded server."""
     weight_versions: list[VersionSpan] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
@@ -97,6 +102,7 @@ class SGLangProtocol(ServerProtocol):
             "max_new_tokens": sampling.max_new_tokens - request.num_sampled,
             "min_new_tokens": max(0, sampling.min_new_tokens - request.num_sampled),
         }
+        del sampling_params["top_logprobs"]
         if request.is_stream:
             sampling_params["stream_interval"] = STREAM_INTERVAL
         body = SGLangRequestBody(
@@ -105,6 +111,8 @@ class SGLangProtocol(ServerProtocol):
             sampling_params=sampling_params,
             stream=request.is_stream,
         )
+        if request.num_top:
+            body.top_logprobs_num = request.num_top
         if request.with_routing:
             body.return_routed_experts = True
             body.routed_experts_start_len = request.routing_start
@@ -127,6 +135,8 @@ class SGLangProtocol(ServerProtocol):
         return ServerAnswer(
             output_ids=body.output_ids,
             logprobs=_logprobs(body),
+            top_tokens=meta.output_top_logprobs,
+            is_renormalized=meta.is_renormalized,
             spans=meta.weight_versions or [],
             newest_version=meta.weight_version,
             finish=finish and finish.type,
@@ -205,6 +215,8 @@ def _cut_earlier(body: SGLangAnswerBody, num_before: int, num_tokens: int) -> No
         raise mismatch(num_tokens, num_before + num_logprobs)
     del body.output_ids[: max(0, len(body.output_ids) - num_new)]
     del meta.output_token_logprobs[: num_logprobs - num_new]
+    if meta.output_top_logprobs is not None:
+        del meta.output_top_logprobs[: num_logprobs - num_new]
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

@@ -18,6 +18,7 @@ from arealite.api.server_protocol import (
     ServerAnswer,
     ServerDescription,
     ServerProtocol,
+    TopRow,
     VersionSpan,
     mismatch,
 )
@@ -51,10 +52,11 @@ class VLLMRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
-    """A sampled token."""
+    """A sampled token, or one of its most probable alternatives."""
 
     token_id: int
     logprob: float
+    top_logprobs: list["TokenLogprob"] = []
 
 
 class LogprobList(msgspec.Struct, kw_only=True):
@@ -103,7 +105,7 @@ class VLLMProtocol(ServerProtocol):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": max(0, sampling.top_k),
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -112,7 +114,7 @@ class VLLMProtocol(ServerProtocol):
             "stop": sampling.stop,
             "stop_token_ids": sampling.stop_token_ids,
             "ignore_eos": request.ignore_eos,
-            "logprobs": 0,
+            "logprobs": request.num_top,
             "detokenize": bool(sampling.stop),
         }
         if request.is_stream:
@@ -137,6 +139,8 @@ class VLLMProtocol(ServerProtocol):
         return ServerAnswer(
             output_ids=output_ids,
             logprobs=_logprobs(choice, output_ids),
+            top_tokens=_top_tokens(choice),
+            is_renormalized=True,
             spans=spans,
             newest_version=spans[-1].version if spans else None,
             finish=choice.finish_reason,
@@ -216,6 +220,19 @@ def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:
     if ids != output_ids or NO_LOGPROB in logprobs:
         raise mismatch(len(output_ids), len(ids))
     return logprobs
+
+
+def _top_tokens(choice: OutputChoice) -> list[TopRow]:
+    """Return the most probable tokens that could be sampled, by position."""
+    content = (choice.logprobs and choice.logprobs.content) or []
+    return [
+        [
+            (top.logprob, top.token_id, None)
+            for top in token.top_logprobs
+            if top.logprob != NO_LOGPROB
+        ]
+        for token in content
+    ]
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ServerConfig
+from arealite.api.llm import MAX_TOP
 from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.base.model_folder import text_part
@@ -133,6 +134,7 @@ class VLLMServer(ServerGroup):
             "--tensor-parallel-size": options.tp,
             "--gpu-memory-utilization": options.gpu_memory_utilization,
             "--max-num-seqs": options.max_num_seqs,
+            "--max-logprobs": MAX_TOP + 1,
             "--uvicorn-log-level": "warning",
         }
         words = [

@@ -23,7 +23,7 @@ from arealite.api.server_protocol import (
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
-from arealite.impl.client import answer_checks
+from arealite.impl.client import answer_checks, top_tokens
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.impl.http_client import Pool, error_message
@@ -55,6 +55,8 @@ class GenerationState:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routing: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
     interruptions: int = 0
     sent: int = 0
     failures: int = 0
@@ -70,6 +72,8 @@ class GenerationState:
             self.versions += resumed.versions
             self.interruptions = resumed.interruptions + 1
             self.routing = resumed.routing
+            num_top = self.request.sampling.top_logprobs
+            self.top_ids, self.top_logprobs = top_tokens.resumed_record(resumed, num_top)
 
     def response(self, stop_reason: str = "") -> LLMResponse:
         """Return a copy of the tokens sampled so far."""
@@ -80,7 +84,14 @@ class GenerationState:
             stop_reason=stop_reason,
             interruptions=self.interruptions,
             routing=self.routing,
+            top_ids=self.top_ids,
+            top_logprobs=self.top_logprobs,
         )
+
+    def add_top(self, record: top_tokens.TopRecord) -> None:
+        """Add the most probable tokens of an answer."""
+        self.top_ids += record.ids
+        self.top_logprobs += record.logprobs
 
     def add_routing(self, routing: bytes, token_bytes: int) -> None:
         """Set the newest record; without one, mark the tokens since the last as not recorded."""
@@ -274,6 +285,7 @@ class ServersClient(LLMClient):
             rid=rid,
             input_ids=ids,
             sampling=request.sampling,
+            num_top=top_tokens.num_requested(request.sampling, server.vocab_size),
             num_sampled=len(generation.output_ids),
             is_stream=is_stream,
             with_routing=self._experts is not None,
@@ -348,6 +360,11 @@ class ServersClient(LLMClient):
             answer_checks.check_stream(generation.request, answer, server.protocol)
             return None
         server.version = max(server.version, newest)
+        sampling = generation.request.sampling
+        if sampling.top_logprobs:
+            record = top_tokens.top_record(answer, sampling, server.vocab_size)
+            generation.add_top(record)
+            answer.logprobs = record.sampled_logprobs
         generation.output_ids += answer.output_ids
         generation.logprobs += answer.logprobs
         generation.versions += versions
@@ -365,7 +382,7 @@ class ServersClient(LLMClient):
         generation.interruptions += 1
         return answer_checks.end_of_aborted(
             answer,
-            generation.request.sampling,
+            sampling,
             len(generation.output_ids),
             self._eos,
         )

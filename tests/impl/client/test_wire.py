@@ -41,6 +41,7 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
+        "min_p": 0.0,
         "max_new_tokens": 10,
         "min_new_tokens": 4,
         "ignore_eos": False,
@@ -49,6 +50,34 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
     }
     later = sent_params(sampling, 6)
     assert (later["max_new_tokens"], later["min_new_tokens"]) == (4, 0)
+
+
+def test_rows_of_most_probable_tokens_are_asked_for_and_read() -> None:
+    protocol = SGLangProtocol()
+    sampling = SamplingConfig(top_logprobs=2)
+    request = GenerateRequest(rid="a", input_ids=[1], sampling=sampling, num_top=3)
+    assert json.loads(protocol.encode_request(request))["top_logprobs_num"] == 3
+    plain = GenerateRequest(rid="a", input_ids=[1], sampling=sampling)
+    assert "top_logprobs_num" not in json.loads(protocol.encode_request(plain))
+    rows = [[[-0.5, 7, None], [-1.5, 3, "c"]], [[-0.5, 8, None], [None, 4, None]]]
+    read = answer([7, 8], output_top_logprobs=rows)
+    assert read.top_tokens == [[tuple(entry) for entry in row] for row in rows]
+    assert (read.is_renormalized, answer([7]).top_tokens) == (False, None)
+    assert answer([7], output_top_logprobs=rows[:1], is_renormalized=True).is_renormalized
+
+
+def test_event_of_a_stream_has_only_new_rows() -> None:
+    body = {
+        "output_ids": [7, 8, 9],
+        "meta_info": {
+            "finish_reason": None,
+            "completion_tokens": 3,
+            "output_token_logprobs": [[-0.5, i, None] for i in (7, 8, 9)],
+            "output_top_logprobs": [[[-0.5, i, None]] for i in (7, 8, 9)],
+        },
+    }
+    event = SGLangProtocol().decode_answer(json.dumps(body).encode(), 2)
+    assert (event.output_ids, event.top_tokens) == ([9], [[(-0.5, 9, None)]])
 
 
 @pytest.mark.parametrize(
