@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from arealite.algo.logprobs import LogitChange, OutputHead, token_logprobs
+from arealite.algo.logprobs import LogitChange, OutputHead, kept_set_logprobs, token_logprobs
 from arealite.api.engine_extension import MicroBatch
 from arealite.api.hooks import LogitChangeMaker
 from arealite.base import entries
@@ -38,7 +38,7 @@ class LogprobModel(nn.Module):
         self.chunk = max(1, logits_chunk // vocabulary)
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return logprobs and entropy, float32 [N]."""
+        """Return logprobs and entropy, float32 [N]; with top ids also top_logprobs [N, K]."""
         hidden_NH = _hidden(self.module, batch)
         layer = self.module.get_output_embeddings()
         head = OutputHead(
@@ -46,14 +46,22 @@ class LogprobModel(nn.Module):
             bias_V=layer.bias,
             change=self.change,
         )
-        logprobs_N, entropy_N = token_logprobs(
+        ids_NM = batch.targets_N[:, None]
+        if batch.top_ids_NK is not None:
+            ids_NM = torch.cat([ids_NM, batch.top_ids_NK], dim=1)
+        logprobs_NM, entropy_N = token_logprobs(
             hidden_NH,
             head,
-            batch.targets_N,
+            ids_NM,
             temperature_N=batch.temperature_N,
             chunk=self.chunk,
         )
-        return {"logprobs": logprobs_N, "entropy": entropy_N}
+        if batch.is_truncated_N is not None:
+            logprobs_NM = kept_set_logprobs(logprobs_NM, batch.is_truncated_N)
+        outputs = {"logprobs": logprobs_NM[:, 0], "entropy": entropy_N}
+        if batch.top_ids_NK is not None:
+            outputs["top_logprobs"] = logprobs_NM[:, 1:]
+        return outputs
 
 
 class ValueModel(nn.Module):
