@@ -24,6 +24,9 @@ class SamplingConfig:
     temperature: float = opt(1.0, "0: greedy; the trainer divides logits by it", at_least=0)
     top_p: float = opt(1.0, "1: all tokens; less makes training off-policy", above=0, at_most=1)
     top_k: int = opt(-1, "-1: all tokens; less makes training off-policy", at_least=-1)
+    top_logprobs: int = opt(
+        0, "most probable tokens recorded at each sampled token; 0: none", at_least=0, at_most=64
+    )
     max_new_tokens: int = opt(256, "longest generation, in tokens", at_least=1)
     min_new_tokens: int = opt(0, "fewest tokens of an answer; above 0: off-policy", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")

@@ -63,10 +63,18 @@ class PPOConfig:
         return self.updates * self.epochs == 1
 
     def constraints(self) -> Constraints:
-        """Yield the constraints between sizes, advantage, filters and critic."""
+        """Yield the constraints between sizes, advantage, filters, critic and sampling."""
         yield from self._size_constraints()
         yield from self._group_constraints()
         yield from self._advantage_constraints()
+        has_top_logprobs = self.collector.sampling.top_logprobs > 0
+        yield (
+            has_top_logprobs or not self.loss.centering,
+            (
+                "loss.centering needs the sampler's most probable tokens. "
+                "Use trainer.ppo.collector.sampling.top_logprobs=20, or loss.centering=false."
+            ),
+        )
 
     def _size_constraints(self) -> Constraints:
         """Yield the constraints on the sizes of batches, groups, updates and completions."""

@@ -160,6 +160,8 @@ class PPOTrainer(BaseTrainer):
                 outputs = self.engine.forward(rows)
                 for name, field in RECORDED.items():
                     batch.fill(field, outputs[name])
+                if self.ppo.loss.centering and rows:
+                    batch.fill("prox_top_logprobs", outputs["top_logprobs"])
             if self.reference is not None:
                 outputs = self.reference.forward(rows)
                 batch.fill("ref_logprobs", outputs["logprobs"])
