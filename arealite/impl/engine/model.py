@@ -46,22 +46,25 @@ class LogprobModel(nn.Module):
             bias_V=layer.bias,
             change=self.change,
         )
-        ids_NM = batch.targets_N[:, None]
+        ids = batch.targets_N
         if batch.top_ids_NK is not None:
-            ids_NM = torch.cat([ids_NM, batch.top_ids_NK], dim=1)
-        logprobs_NM, entropy_N = token_logprobs(
+            ids = torch.cat([ids[:, None], batch.top_ids_NK], dim=1)
+        logprobs, entropy_N = token_logprobs(
             hidden_NH,
             head,
-            ids_NM,
+            ids,
             temperature_N=batch.temperature_N,
             chunk=self.chunk,
         )
+        if batch.top_ids_NK is None:
+            return {"logprobs": logprobs, "entropy": entropy_N}
         if batch.is_truncated_N is not None:
-            logprobs_NM = kept_set_logprobs(logprobs_NM, batch.is_truncated_N)
-        outputs = {"logprobs": logprobs_NM[:, 0], "entropy": entropy_N}
-        if batch.top_ids_NK is not None:
-            outputs["top_logprobs"] = logprobs_NM[:, 1:]
-        return outputs
+            logprobs = kept_set_logprobs(logprobs, batch.is_truncated_N)
+        return {  # copies: FSDP2 puts its hooks on outputs that are no views
+            "logprobs": logprobs[:, 0].clone(),
+            "entropy": entropy_N,
+            "top_logprobs": logprobs[:, 1:].clone(),
+        }
 
 
 class ValueModel(nn.Module):

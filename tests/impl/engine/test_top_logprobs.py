@@ -124,6 +124,13 @@ def test_centred_gradients_equal_autograd(
         assert (stats["centering_tail"] > 0.01) == (size < 64)
 
 
+def test_sharded_model_has_the_gradients_of_autograd(model: Path) -> None:
+    """FSDP2 warns, which is an error here, if an output is a view."""
+    expected, _ = plain_gradients(model, rows_with_top_ids(8, 0.5))
+    engine = make_engine(model, cpu_offload=True)
+    assert_close(gradients(engine, rows_with_top_ids(8, 0.5))[0], expected)
+
+
 def test_packed_rows_and_adapters_have_the_gradients_of_padded_rows(model: Path) -> None:
     found = []
     for layout in ("padded", "packed"):
