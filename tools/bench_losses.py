@@ -93,7 +93,7 @@ def engine_step(model: Path, *, has_top_ids: bool) -> Step:
         seed=0,
         training=Training(optimizer=OptimizerConfig(), lr=1e-5, total_updates=1000),
     )
-    vocabulary = engine.module.get_output_embeddings().weight.shape[0]
+    vocabulary = engine.module.config.vocab_size
     rows = make_rows(vocabulary, has_top_ids=has_top_ids)
     loss = make_policy_loss(LossConfig(centering=has_top_ids))
 
