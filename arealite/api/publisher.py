@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from arealite.api.engine import TrainEngine
     from arealite.api.experiment_config import ExperimentConfig
+    from arealite.api.hooks import PolicyProof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class WeightPublisher(ABC):
 
     takes_device_tensors = False
     """Whether `stage` takes tensors on the engine's device instead of CPU copies."""
+    proof: "PolicyProof | None" = None
+    """Proves the weights of each updated server."""
 
     @abstractmethod
     def __init__(self, config: "ExperimentConfig", engine: "TrainEngine") -> None:
@@ -128,5 +131,6 @@ class PublisherConfig:
     timeout_s: float = opt(60.0, "time to update a server; then it is quarantined", above=0)
     continue_paused: bool = opt(True, "continue servers paused by other clients; false: report it")
     self_check: bool = opt(True, "compare trainer, servers, transformers before the first episode")
+    canary: bool = opt(True, "compare log-probabilities of a fixed row after each server's update")
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
     disk: DiskPublisherConfig = part(DiskPublisherConfig)

@@ -42,6 +42,9 @@ class GenerateRequest:
     """Whether the answer should have the experts of each input token."""
     routing_start: int = 0
     """First token of `input_ids` whose experts are wanted."""
+    scores_prompt: bool = False
+    """Whether the answer should have the log-probabilities of the prompt's tokens. They are
+    computed anew, without cached prefixes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +82,12 @@ class ServerAnswer:
     """False: `text` lacks the text of earlier events of the stream."""
     expert_ids: np.ndarray | None = None
     """Recorded experts, [inputs, layers, experts per token] in one dimension."""
+    prompt_logprobs: list[float] = field(default_factory=list[float])
+    """Of each token of the prompt but the first one, NaN for no number; [] if the server returns
+    none."""
+    prompt_top_logprobs: list[float] = field(default_factory=list[float])
+    """Of the most probable tokens at the place of the prompt's last token, by falling
+    probability."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 Checked against SGLang 0.5.9 to 0.5.23.
 """
 
+import math
 from base64 import b64decode
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,7 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True):
     sampling_params: dict[str, object]
     return_logprob: bool = True
     stream: bool = False
+    logprob_start_len: int | msgspec.UnsetType = msgspec.UNSET
     return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -49,13 +51,21 @@ class FinishReason(msgspec.Struct, kw_only=True):
     message: str | None = None
 
 
+TokenScore = tuple[float | None, int, Any]
+"""[logprob, token id, text or null]; the first token of a prompt has no logprob."""
+
+
 class Meta(msgspec.Struct, kw_only=True):
     """Metadata of the output."""
 
     finish_reason: FinishReason | None
     """None before the end of a stream."""
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    """[logprob, token id, text or null] of each token."""
+    output_token_logprobs: list[TokenScore] = []
+    """Of each token."""
+    input_token_logprobs: list[TokenScore] = []
+    """Of each token of the prompt, with logprob_start_len=0."""
+    input_top_logprobs: list[list[TokenScore] | None] = []
+    """Of the most probable tokens at each place of the prompt."""
     weight_versions: list[VersionSpan] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
@@ -105,6 +115,8 @@ class SGLangProtocol(ServerProtocol):
             sampling_params=sampling_params,
             stream=request.is_stream,
         )
+        if request.scores_prompt:
+            body.logprob_start_len = 0
         if request.with_routing:
             body.return_routed_experts = True
             body.routed_experts_start_len = request.routing_start
@@ -122,6 +134,7 @@ class SGLangProtocol(ServerProtocol):
                 num_tokens = meta.completion_tokens
             is_whole_text = num_event_tokens == num_tokens
             _cut_earlier(body, num_before, num_tokens)
+        *_, last_top = [None, *meta.input_top_logprobs]
         finish = meta.finish_reason
         status = (finish and finish.status_code) or 0
         return ServerAnswer(
@@ -137,6 +150,8 @@ class SGLangProtocol(ServerProtocol):
             text=body.text or "",
             is_whole_text=is_whole_text,
             expert_ids=_expert_ids(meta.routed_experts),
+            prompt_logprobs=_scores(meta.input_token_logprobs[1:]),
+            prompt_top_logprobs=_scores(last_top or []),
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
@@ -185,6 +200,11 @@ def _logprobs(body: SGLangAnswerBody) -> list[float]:
     if ids != body.output_ids or None in logprobs:
         raise mismatch(len(body.output_ids), len(ids))
     return logprobs  # type: ignore[return-value]
+
+
+def _scores(scores: list[TokenScore]) -> list[float]:
+    """Return the logprobs; NaN where SGLang has none."""
+    return [math.nan if logprob is None else logprob for logprob, _, _ in scores]
 
 
 def _cut_earlier(body: SGLangAnswerBody, num_before: int, num_tokens: int) -> None:

@@ -28,6 +28,8 @@ STREAM_INTERVAL = 8
 """Tokens per event of a stream after the first one."""
 NEEDS_RESTART = "-2"
 """Version of a server that only a restart can repair."""
+NUM_TOP = 8
+"""Most probable tokens at each place of a scored prompt; vLLM allows 20."""
 NO_LOGPROB = -9999.0
 """vLLM sends this number for a token without a log-probability, and in the place of NaN."""
 ID_PREFIX = "generate-tokens-"
@@ -75,10 +77,20 @@ class OutputChoice(msgspec.Struct, kw_only=True):
     """base64 of an .npy file: integers [tokens - 1, layers, experts per token]."""
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token at a place of the prompt: the token itself, or one of the most probable ones."""
+
+    logprob: float
+    rank: int
+
+
 class VLLMAnswerBody(msgspec.Struct, kw_only=True):
     """A response of /inference/v1/generate."""
 
     choices: list[OutputChoice]
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    """By token id, for each token of the prompt; null for the first one. The token itself comes
+    first."""
 
 
 encode_body = msgspec.json.Encoder().encode
@@ -117,6 +129,8 @@ class VLLMProtocol(ServerProtocol):
         }
         if request.is_stream:
             sampling_params["stream_interval"] = STREAM_INTERVAL
+        if request.scores_prompt:
+            sampling_params["prompt_logprobs"] = NUM_TOP
         if request.with_routing:
             sampling_params["routed_experts_prompt_start"] = request.routing_start
         body = VLLMRequestBody(
@@ -128,7 +142,8 @@ class VLLMProtocol(ServerProtocol):
         return encode_body(body)
 
     def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:
-        choices = decode_body(raw).choices
+        body = decode_body(raw)
+        choices = body.choices
         if not choices:
             return ServerAnswer(output_ids=[], logprobs=[], num_tokens=num_before or 0)
         choice = choices[0]
@@ -143,6 +158,7 @@ class VLLMProtocol(ServerProtocol):
             num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
             expert_ids=_expert_ids(choice.routed_experts),
+            **_prompt_scores(body),
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
@@ -216,6 +232,19 @@ def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:
     if ids != output_ids or NO_LOGPROB in logprobs:
         raise mismatch(len(output_ids), len(ids))
     return logprobs
+
+
+def _prompt_scores(body: VLLMAnswerBody) -> dict[str, list[float]]:
+    """Return the fields of the answer with the scores of the prompt; {} without scores."""
+    places = [place for place in body.prompt_logprobs or [] if place]
+    if not places:
+        return {}
+    own = [next(iter(place.values())).logprob for place in places]
+    last = sorted(places[-1].values(), key=lambda token: token.rank)
+    return {
+        "prompt_logprobs": own,
+        "prompt_top_logprobs": [token.logprob for token in last if token.rank <= NUM_TOP],
+    }
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

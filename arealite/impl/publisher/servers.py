@@ -18,10 +18,12 @@ from typing import TypeVar
 
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.hooks import PolicyProof
+from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.http_client import Pool
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
@@ -35,6 +37,10 @@ WATCH_S = 1.0
 """Seconds between two comparisons of the registered servers with the newest version."""
 RETRY_S = 0.25
 """Pause between attempts while no server has confirmed a version."""
+PROOF_ATTEMPTS = 2
+"""Updates of a server to one version after which its weights must be those of the version."""
+PROOF_S = 5.0
+"""Longest wait for a proof. A server with a long queue answers later, and gets traffic before."""
 GRACE_S = 1.0
 """After the first failure in a step of an update, the other servers have this many seconds to
 finish the step."""
@@ -262,6 +268,7 @@ class ServersPublisher(WeightPublisher):
 
         Raises:
             RoleError: No server confirmed it in `timeout_s`; the message has each server's error.
+            InvariantError: Every server confirmed it, but has other weights.
         """
         give_up = time.monotonic() + self.config.timeout_s
         while True:
@@ -271,10 +278,15 @@ class ServersPublisher(WeightPublisher):
             confirmed = [server for server in candidates if server.confirmed_version == version]
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
-            if time.monotonic() >= give_up:
-                errors = "; ".join(
-                    f"{server.id} at {server.address}: {server.error}" for server in servers
+            errors = "; ".join(
+                f"{server.id} at {server.address}: {server.error}" for server in servers
+            )
+            if servers and all(is_refuted(server, version) for server in servers):
+                raise InvariantError(
+                    f"no server generates from version {version}, which each one confirmed "
+                    f"{PROOF_ATTEMPTS} times. {errors}. (Off: trainer.ppo.publisher.canary=false)"
                 )
+            if time.monotonic() >= give_up:
                 if not errors:
                     errors = f"None is registered in {self.registry.root}; start one."
                 raise RoleError(
@@ -346,7 +358,7 @@ class ServersPublisher(WeightPublisher):
         """
         async with server.lock:
             version = self.newest
-            if version is None:
+            if version is None or is_refuted(server, version):
                 return
             try:
                 if await server.holds(version, verify=verify):
@@ -376,6 +388,20 @@ class ServersPublisher(WeightPublisher):
                 await server.finish(version)
         except FAILURES as error:
             self._quarantine(server, error)
+            return
+        if self.proof is not None:
+            proof = self._tasks.create_task(self._prove(self.proof, server, version))
+            await asyncio.wait({proof}, timeout=PROOF_S)
+
+    async def _prove(self, proof: PolicyProof, server: ServerControl, version: int) -> None:
+        """Quarantine a server that has confirmed a version, but generates from other weights."""
+        fault = await proof.fault(server.id, version, server.generate)
+        if not fault or server.confirmed_version != version:
+            return
+        server.refuted_versions.append(version)
+        self._quarantine(server, RoleError(fault))
+        with suppress(*FAILURES), server.time_limit("a new label", server.status_s):
+            await server.relabel(UNTRUSTED, abort=True)
 
     def _quarantine(self, server: ServerControl, error: Exception) -> None:
         """Note that a server's update has failed; continue the server if it may be continued."""
@@ -397,6 +423,11 @@ class ServersPublisher(WeightPublisher):
             if server.is_paused:
                 with suppress(*FAILURES):
                     await server.resume()
+
+
+def is_refuted(server: ServerControl, version: int) -> bool:
+    """Return whether further updates to a version are useless, because the server ignores them."""
+    return server.refuted_versions.count(version) >= PROOF_ATTEMPTS
 
 
 def _refuse(difference: str) -> None:

@@ -328,6 +328,8 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
+        if self.components.proof is not None:
+            self.components.proof.expect(version)
         publisher = self.publisher
         on_device = publisher is not None and publisher.takes_device_tensors
         is_needed = True

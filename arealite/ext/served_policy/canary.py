@@ -1,0 +1,194 @@
+"""The canary: after each update of a server, its log-probabilities of a fixed row are compared.
+
+When a version is staged, the trainer scores the row by a small forward pass, in the layout and
+dtype of training. A server whose scores differ has other weights than it reports.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from arealite.api.engine import Sequence, TrainEngine
+from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.hooks import Generate
+from arealite.base import log
+from arealite.base.errors import InvariantError, RoleError
+from arealite.base.model_folder import experts_of, read_json, vocab_size
+from arealite.ext.self_check.check import served_dtype
+from arealite.ext.self_check.difference_reasons import ROUNDING
+from arealite.ext.self_check.probe_rows import random_rows, room_of
+from arealite.ext.served_policy.proof_file import ProofFile, ServerProof, VersionScores
+from arealite.ext.served_policy.scores import (
+    NO_SCORES,
+    NotComparable,
+    Tolerance,
+    fault_of,
+    read_scores,
+)
+from arealite.impl.trainer.rank_group import World
+from arealite.system.health.waits import Wait
+from arealite.system.names.name_registry import NameRegistry
+
+logger = log.get(__name__)
+
+OPTION = "trainer.ppo.publisher.canary"
+ROW_TOKENS = 64
+"""Tokens of the row; fewer if a server's context is shorter."""
+LARGEST = 1e9
+"""Stands for an infinite difference in the file; JSON has no infinity."""
+KEPT = 3
+"""Newest versions whose scores are kept in memory: that of a running update, and its neighbours."""
+
+
+def canary_of(config: ExperimentConfig, engine: TrainEngine, world: World) -> "Canary | None":
+    """Return the canary of a run; None if it is off. Hook `policy_proof`."""
+    if not config.trainer.ppo.publisher.canary:
+        logger.warning(f"served weights are not proven: {OPTION}=false")
+        return None
+    return Canary(config, engine, world)
+
+
+def row_of(folder: Path, context: int | None) -> list[int]:
+    """Return the row: equal in all processes that serve or train the model of a folder."""
+    model = read_json(folder)
+    length = min(ROW_TOKENS, room_of(model, context) - 1)
+    (row,) = random_rows(model, [length], seed=vocab_size(model) or 0)
+    return row
+
+
+class Canary:
+    """Compares servers with the trainer; implements `PolicyProof`. Only rank 0 keeps scores."""
+
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine, world: World) -> None:
+        self.config = config
+        self.engine = engine
+        self.world = world
+        self.folder = Path(config.model.path).expanduser()
+        self.file = ProofFile(run_paths(config).root)
+        self.names = NameRegistry.of(config)
+        self._row: list[int] = []
+        self._staged: int | None = None
+        """The newest version that was scored here."""
+        self._expected = dict[int, np.ndarray]()
+        """The trainer's scores by version [T]: of the first version, and of the newest ones."""
+        self._tolerances = dict[str, Tolerance]()
+        """By server; a restarted server keeps its own."""
+        self._latest = dict[str, tuple[int, np.ndarray]]()
+        """The version and the scores [T] of each server's latest proof."""
+        self._unscored = set[str]()
+        """Servers that return no scores."""
+
+    # ------------------------------------------------------------ the trainer's scores
+
+    def expect(self, version: int) -> None:
+        """Score the row with the present parameters; see PolicyProof."""
+        if version == self._staged:
+            return  # sent again
+        begin = time.perf_counter()
+        rows = [self._sequence()] if self.world.is_rank0 else []
+        scores = self.engine.forward(rows)["logprobs"]
+        if self.world.is_rank0:
+            self._note(version, scores[0][1:].astype(np.float64), begin)
+        self._staged = version
+
+    def _sequence(self) -> Sequence:
+        """Return the row for the engine."""
+        if not self._row:
+            entries = self.names.list("llm_server")
+            contexts = [entry.value.get("context_length") or ROW_TOKENS + 1 for entry in entries]
+            self._row = row_of(self.folder, min(contexts, default=None))
+            self._expected = self.file.scores()  # of the versions before a restart
+        tokens_T = np.array(self._row, np.int32)
+        return Sequence(tokens=tokens_T, loss_mask=np.arange(len(tokens_T)) > 0, temperature=1.0)
+
+    def _note(self, version: int, scores_T: np.ndarray, begin: float) -> None:
+        """Keep the scores of a version."""
+        expected = {**self._expected, version: scores_T}
+        kept = {min(expected), *range(version - KEPT + 1, version + 1)}
+        self._expected = {
+            number: numbers_T
+            for number, numbers_T in expected.items()
+            if number in kept and numbers_T.shape == scores_T.shape
+        }
+        seconds = time.perf_counter() - begin
+        self.file.append(
+            VersionScores(version=version, scores=scores_T.tolist(), seconds=round(seconds, 6))
+        )
+
+    # ------------------------------------------------------------ a server's scores
+
+    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
+        """Compare a server's scores; see PolicyProof."""
+        begin = time.perf_counter()
+        proof = ServerProof(version=version, server=server_id)
+        try:
+            await self._compare(proof, generate)
+        except (NotComparable, RoleError, OSError) as error:
+            proof.obstacle = str(error)
+            self._warn(proof)
+        except (InvariantError, ValueError) as error:
+            proof.fault = f"its scores cannot be read: {error}"
+        proof.seconds = round(time.perf_counter() - begin, 6)
+        self.file.append(proof)
+        return proof.fault
+
+    async def _compare(self, proof: ServerProof, generate: Generate) -> None:
+        """Compare the scores of a server, and note the result in `proof`."""
+        version = proof.version
+        answers = Wait(
+            event=f"the scores of version {version}",
+            owner="publisher",
+            on=f"llm_server-{proof.server}",
+            seconds=self.config.trainer.ppo.publisher.timeout_s,
+        )
+        with answers:
+            scores = await read_scores(generate, self._row, version)
+        expected_T = self._expected.get(version)
+        if expected_T is None:
+            raise NotComparable("newer versions have replaced it")
+        tolerance = self._tolerance(proof.server)
+        latest_version, latest_T = self._latest.get(proof.server, (-1, None))
+        errors = tolerance.errors(scores.prompt_T, expected_T)
+        proof.mean, proof.largest = np.minimum(errors, LARGEST).tolist()
+        proof.fault = fault_of(
+            scores,
+            self._expected,
+            version,
+            tolerance=tolerance,
+            previous_T=latest_T if latest_version == version - 1 else None,
+        )
+        proof.is_proven = not proof.fault
+        if proof.is_proven:
+            tolerance.learn(errors)
+            self._latest[proof.server] = (version, scores.prompt_T)
+
+    def _tolerance(self, server_id: str) -> Tolerance:
+        """Return the differences that are no fault of a server."""
+        if server_id not in self._tolerances:
+            reported: str | None = None
+            for entry in self.names.list("llm_server"):
+                if entry.id == server_id:
+                    reported = entry.value.get("dtype")
+            dtypes = (
+                self.config.trainer.selected_options.engine.fsdp.dtype,
+                served_dtype(self.config, reported),
+            )
+            self._tolerances[server_id] = Tolerance(
+                max(dtypes, key=ROUNDING.__getitem__),
+                is_mixture=experts_of(read_json(self.folder)) is not None,
+            )
+        return self._tolerances[server_id]
+
+    def _warn(self, proof: ServerProof) -> None:
+        """Warn once of each server that returns no scores, and of each other obstacle."""
+        if proof.server in self._unscored:
+            return
+        if proof.obstacle == NO_SCORES:
+            self._unscored.add(proof.server)
+        logger.warning(
+            "served weights not proven",
+            server=proof.server,
+            version=proof.version,
+            reason=proof.obstacle,
+        )

@@ -1,0 +1,1 @@
+from tests.impl.engine.conftest import group as group
