@@ -18,7 +18,7 @@ from arealite.api.fields import Package
 from arealite.api.findings import Finding
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
-from arealite.api.server_protocol import GenerateRequest, ServerAnswer
+from arealite.api.publisher import PolicyProof
 from arealite.api.task import Task, TaskSampler
 from arealite.api.tokenizer import Tokenizer
 from arealite.base.model_folder import Shapes
@@ -194,29 +194,6 @@ AfterFirstPublish = Callable[["ExperimentConfig", "TrainEngine", Any, int], None
 All ranks of a trainer with servers call it before the first episode of each start, with the config,
 the policy's engine, the ranks (`World`) and the published version. It changes neither parameters
 nor metrics. A UserError, raised on all ranks, refuses the run."""
-
-Generate = Callable[[GenerateRequest], Coroutine[Any, Any, ServerAnswer]]
-"""Sends a request for tokens to one server. A RoleError or OSError says why it failed."""
-
-
-class PolicyProof(Protocol):
-    """Proves that servers generate from the weights that the trainer has sent."""
-
-    def expect(self, version: int) -> None:
-        """Note what a server must answer at a version.
-
-        All ranks call it before the weights of the version are staged, perhaps several times.
-        """
-        ...
-
-    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
-        """Return why a server that reports a version has other weights; "" without a fault.
-
-        A publisher calls it after each update of a server, in its event loop. An error ends the
-        publisher.
-        """
-        ...
-
 
 PolicyProofMaker = Callable[["ExperimentConfig", "TrainEngine", Any], PolicyProof | None]
 """Hook `policy_proof`: return what proves the weights of servers, or None.

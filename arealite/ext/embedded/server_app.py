@@ -321,13 +321,18 @@ class App:
             "paused_s": self.engine.paused_s,
         }
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return str(self.engine.decoder.model.dtype).removeprefix("torch.")
+
     def _server_info(self) -> JsonBody:
         return self.describe() | {
             "version": arealite.__version__,
             "backend": "arealite-embedded",
             "tp_size": 1,
             "dp_size": 1,
-            "dtype": str(self.engine.decoder.model.dtype).removeprefix("torch."),
+            "dtype": self.dtype,
             "last_pause_s": self.engine.last_pause_s,
         }
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from arealite.api.engine import Sequence, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.hooks import Generate
+from arealite.api.publisher import Generate
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.base.model_folder import experts_of, read_json, vocab_size

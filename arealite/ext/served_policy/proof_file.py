@@ -1,4 +1,4 @@
-"""The file of a run with its proofs: the trainer's scores of each version, and each server's result.
+"""The file of a run with its proofs: the trainer's scores of each version, and servers' results.
 
 A proof is a comparison of scores, the log-probabilities of a fixed row. Rank 0 appends a line for
 each version that it stages, and for each comparison. A version that is staged again, after a

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from arealite.api.hooks import Generate
 from arealite.api.llm import SamplingConfig
+from arealite.api.publisher import Generate
 from arealite.api.server_protocol import GenerateRequest, ServerAnswer
 from arealite.ext.self_check.difference_reasons import MARGINS, MIXTURE_MARGINS, Bound, bound_of
 

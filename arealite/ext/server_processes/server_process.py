@@ -266,6 +266,7 @@ class ServerProcess(Supervisor):
                 "address": self.address,
                 **self.launch.metadata,
                 "context_length": description.context_length,
+                "dtype": description.dtype,
                 "pid": self.children[0].pid,
             }
             for path in self.launch.program.warm_up_paths:

@@ -84,13 +84,16 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
     rank: int
 
 
+PromptPlace = dict[int, PromptLogprob]
+"""By token id: the token of the prompt itself, which comes first, and the most probable ones."""
+
+
 class VLLMAnswerBody(msgspec.Struct, kw_only=True):
     """A response of /inference/v1/generate."""
 
     choices: list[OutputChoice]
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    """By token id, for each token of the prompt; null for the first one. The token itself comes
-    first."""
+    prompt_logprobs: list[PromptPlace | None] | None = None
+    """For each token of the prompt; null for the first one."""
 
 
 encode_body = msgspec.json.Encoder().encode
@@ -148,6 +151,7 @@ class VLLMProtocol(ServerProtocol):
             return ServerAnswer(output_ids=[], logprobs=[], num_tokens=num_before or 0)
         choice = choices[0]
         output_ids = choice.token_ids or []
+        places = [place for place in body.prompt_logprobs or [] if place]
         spans = choice.weight_versions or []
         return ServerAnswer(
             output_ids=output_ids,
@@ -158,7 +162,8 @@ class VLLMProtocol(ServerProtocol):
             num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
             expert_ids=_expert_ids(choice.routed_experts),
-            **_prompt_scores(body),
+            prompt_logprobs=[_first(place).logprob for place in places],
+            prompt_top_logprobs=_top_logprobs(places[-1]) if places else [],
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
@@ -234,17 +239,15 @@ def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:
     return logprobs
 
 
-def _prompt_scores(body: VLLMAnswerBody) -> dict[str, list[float]]:
-    """Return the fields of the answer with the scores of the prompt; {} without scores."""
-    places = [place for place in body.prompt_logprobs or [] if place]
-    if not places:
-        return {}
-    own = [next(iter(place.values())).logprob for place in places]
-    last = sorted(places[-1].values(), key=lambda token: token.rank)
-    return {
-        "prompt_logprobs": own,
-        "prompt_top_logprobs": [token.logprob for token in last if token.rank <= NUM_TOP],
-    }
+def _first(place: PromptPlace) -> PromptLogprob:
+    """Return the token of the prompt itself."""
+    return next(iter(place.values()))
+
+
+def _top_logprobs(place: PromptPlace) -> list[float]:
+    """Return the log-probabilities of the most probable tokens, from the highest on."""
+    ranked = sorted(place.values(), key=lambda token: token.rank)
+    return [token.logprob for token in ranked if token.rank <= NUM_TOP]
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

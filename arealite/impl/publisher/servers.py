@@ -18,9 +18,8 @@ from typing import TypeVar
 
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.hooks import PolicyProof
 from arealite.api.llm_server import UNTRUSTED
-from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.api.publisher import PolicyProof, PublishReport, WeightPublisher
 from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError, UserError

@@ -17,9 +17,9 @@ from typing import Any, NotRequired, TypedDict
 
 from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.hooks import AfterFirstPublish, LoggerOpener, PolicyProof
+from arealite.api.hooks import AfterFirstPublish, LoggerOpener
 from arealite.api.logger import MetricLogger, loggers
-from arealite.api.publisher import WeightPublisher, publishers
+from arealite.api.publisher import PolicyProof, WeightPublisher, publishers
 from arealite.api.trainer import Trainer
 from arealite.base import entries, log
 from arealite.base.errors import UserError
