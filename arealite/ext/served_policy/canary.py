@@ -57,6 +57,18 @@ def row_of(folder: Path, context: int | None) -> list[int]:
     return row
 
 
+def tolerance_of(config: ExperimentConfig, folder: Path, reported_dtype: str | None) -> Tolerance:
+    """Return the differences between the trainer of a run and a server that are no fault."""
+    dtypes = (
+        config.trainer.selected_options.engine.fsdp.dtype,
+        served_dtype(config, reported_dtype),
+    )
+    return Tolerance(
+        max(dtypes, key=ROUNDING.__getitem__),
+        is_mixture=experts_of(read_json(folder)) is not None,
+    )
+
+
 class Canary:
     """Compares servers with the trainer; implements `PolicyProof`. Only rank 0 keeps scores."""
 
@@ -170,14 +182,7 @@ class Canary:
             for entry in self.names.list("llm_server"):
                 if entry.id == server_id:
                     reported = entry.value.get("dtype")
-            dtypes = (
-                self.config.trainer.selected_options.engine.fsdp.dtype,
-                served_dtype(self.config, reported),
-            )
-            self._tolerances[server_id] = Tolerance(
-                max(dtypes, key=ROUNDING.__getitem__),
-                is_mixture=experts_of(read_json(self.folder)) is not None,
-            )
+            self._tolerances[server_id] = tolerance_of(self.config, self.folder, reported)
         return self._tolerances[server_id]
 
     def _warn(self, proof: ServerProof) -> None:

@@ -5,10 +5,9 @@ each version that it stages, and for each comparison. A version that is staged a
 roll-back, has a later line.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -79,43 +78,28 @@ class ProofFile:
         }
 
 
-def notes(root: Path, config: dict[str, Any] | None = None) -> list[str]:
-    """Return a line about each fault, and about the versions of a run that were never proven.
+def proof_notes(root: Path) -> list[str]:
+    """Return a line about each server's last fault, and one about versions never proven.
 
-    Args:
-        root: The run folder.
-        config: The config of the run as saved; None: unknown.
+    A run without the canary has no file, and no line.
     """
-    staged = set[int]()
-    proven = set[int]()
-    obstacles = dict[int, str]()
-    fault_notes = list[str]()
+    unproven = dict[int, str]()
+    """The reason, by version."""
+    faults = dict[str, str]()
     for line in ProofFile(root).lines():
         if isinstance(line, VersionScores):
-            staged.add(line.version)
+            unproven[line.version] = "no server has answered"
         elif line.is_proven:
-            proven.add(line.version)
-        elif line.fault:
-            fault_notes.append(f"server {line.server} at version {line.version}: {line.fault}")
-        else:
-            obstacles[line.version] = f"server {line.server}: {line.obstacle}"
-    unproven = sorted(staged - proven)
-    if unproven:
-        reason = obstacles.get(unproven[-1], "no server has answered")
-        fault_notes.append(f"served weights never proven: {_versions(unproven)} ({reason})")
-    if not staged and config and not _is_on(config):
-        fault_notes.append("served weights never proven (trainer.ppo.publisher.canary=false)")
-    return fault_notes
-
-
-def _versions(versions: Sequence[int]) -> str:
-    """Return the number of versions, and the last ones."""
-    listed = ", ".join(map(str, versions[-SHOWN:]))
-    earlier = "… " if versions[:-SHOWN] else ""
-    return f"{len(versions)} versions: {earlier}{listed}"
-
-
-def _is_on(config: dict[str, Any]) -> bool:
-    """Return whether a saved config has the canary; one without the option is of an older run."""
-    publisher = config["trainer"]["ppo"]["publisher"]
-    return bool(publisher.get("canary", True))
+            unproven.pop(line.version, None)
+        elif line.version in unproven:
+            unproven[line.version] = f"server {line.server}: {line.fault or line.obstacle}"
+        if isinstance(line, ServerProof) and line.fault:
+            faults[line.server] = f"server {line.server}, version {line.version}: {line.fault}"
+    if not unproven:
+        return [*faults.values()]
+    *_, last_reason = unproven.values()
+    versions = ", ".join(map(str, [*unproven][-SHOWN:]))
+    if len(unproven) > SHOWN:
+        versions = f"… {versions}"
+    summary = f"served weights never proven: {len(unproven)} versions, {versions} ({last_reason})"
+    return [*faults.values(), summary]

@@ -14,7 +14,7 @@ from arealite.api.engine import Sequence
 from arealite.api.experiment_config import run_paths
 from arealite.base.errors import InvariantError
 from arealite.ext.served_policy.canary import Canary
-from arealite.ext.served_policy.proof_file import ProofFile, ServerProof, notes
+from arealite.ext.served_policy.proof_file import ProofFile, ServerProof, proof_notes
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.rank_group import World
 from tests.fakes.scores import prompt_scores
@@ -114,5 +114,5 @@ async def test_server_without_scores_is_named_once(publishing_site: Publishing) 
         warnings = [event for event in events if event["event"] == "served weights not proven"]
         assert [(warning["server"], warning["version"]) for warning in warnings] == [("s0", 0)]
         reason = "server s0: servers of this kind return no log-probabilities of prompts"
-        note = f"served weights never proven: 3 versions: 0, 1, 2 ({reason})"
-        assert notes(publishing_site.file.path.parent) == [note]
+        note = f"served weights never proven: 3 versions, 0, 1, 2 ({reason})"
+        assert proof_notes(publishing_site.file.path.parent) == [note]
