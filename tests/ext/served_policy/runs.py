@@ -20,14 +20,11 @@ from arealite.ext.embedded.embedded_server import EmbeddedServer
 from arealite.ext.served_policy.canary import Canary
 from arealite.ext.served_policy.proof_file import ProofFile, ServerProof
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.trainer.rank_group import World
+from tests.ext.served_policy.plants import Plant, copied
 from tests.fakes.embedded import running, server_config
 from tests.impl.engine.helpers import make_engine
-
-State = dict[str, torch.Tensor]
-Plant = Callable[[EmbeddedServer, State, State], None]
-"""Changes a server after an update; gets its weights before the update, and those of version 0."""
+from tests.waiting import eventually
 
 
 class Run:
@@ -39,7 +36,6 @@ class Run:
         *,
         dtype: str = "float32",
         served_dtype: str | None = None,
-        kind: type[ServersPublisher] = DiskPublisher,
         num_servers: int = 1,
         **publisher: Any,
     ) -> None:
@@ -59,10 +55,9 @@ class Run:
             trainer=TrainerConfig(ppo=ppo),
             launcher=LauncherConfig(llm_servers=num_servers),
         )
-        self.kind = kind
         self.num_servers = num_servers
         self.servers: list[EmbeddedServer] = []
-        self.publisher: ServersPublisher
+        self.publisher: DiskPublisher
         self.canary: Canary
         self.file = ProofFile(run_paths(self.config).root)
 
@@ -72,7 +67,8 @@ class Run:
         async with AsyncExitStack() as stack:
             for _ in range(self.num_servers):
                 self.servers.append(await stack.enter_async_context(running(self.served)))
-            self.publisher = self.kind(self.config, self.engine)
+            self.first = copied(self.servers[0].engine.decoder.model)
+            self.publisher = DiskPublisher(self.config, self.engine)
             self.canary = Canary(self.config, self.engine, World())
             self.publisher.proof = self.canary
             try:
@@ -85,11 +81,8 @@ class Run:
         return await asyncio.to_thread(self._publish, version)
 
     def _publish(self, version: int) -> PublishReport:
-        is_needed = True
-        while is_needed:
-            self.canary.expect(version)
-            weights = self.engine.stream_weights(on_device=self.publisher.takes_device_tensors)
-            is_needed = self.publisher.stage(version, weights)
+        self.canary.expect(version)
+        self.publisher.stage(version, self.engine.stream_weights())
         return self.publisher.push(version)
 
     @torch.no_grad()
@@ -103,11 +96,20 @@ class Run:
         """Return the results in the run's file."""
         return [line for line in self.file.lines() if isinstance(line, ServerProof)]
 
-    def plant(self, plant: Plant, number: int = 0) -> None:
-        """Change a server after each further update."""
+    async def until_proven(self, version: int, count: int) -> None:
+        """Wait until some servers are proven at a version."""
+
+        def is_proven() -> bool:
+            proven = [proof for proof in self.proofs() if proof.is_proven]
+            return len([proof for proof in proven if proof.version == version]) == count
+
+        await eventually(is_proven, f"{count} proofs of version {version}")
+
+    def plant(self, plant: Plant, number: int = 0) -> Callable[[], None]:
+        """Change a server after each further update; return what ends that."""
         server = self.servers[number]
         model = server.engine.decoder.model
-        first = copied(model)
+        first = self.first
         update = server.engine.update
 
         def update_wrongly(*arguments: Any) -> bool:
@@ -118,16 +120,7 @@ class Run:
 
         server.engine.update = update_wrongly  # type: ignore[method-assign]
 
+        def unplant() -> None:
+            server.engine.update = update  # type: ignore[method-assign]
 
-def copied(model: Any) -> State:
-    """Return a copy of all weights."""
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@torch.no_grad()
-def restore(server: EmbeddedServer, state: State) -> None:
-    """Write weights into the server's model."""
-    model: Any = server.engine.decoder.model
-    present = model.state_dict()
-    for name, tensor in state.items():
-        present[name].copy_(tensor)
+        return unplant

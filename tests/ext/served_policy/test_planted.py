@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from arealite.base.errors import InvariantError
-from arealite.ext.embedded.embedded_server import EmbeddedServer
-from tests.ext.served_policy.runs import Plant, Run, State, restore
+from tests.ext.served_policy.plants import FAULTS, Fault, confirms_without_loading
+from tests.ext.served_policy.runs import Run
 from tests.models import tiny_mixture, tiny_model
+
+PUBLISHES = 25
 
 
 @pytest.fixture(autouse=True)
@@ -19,61 +19,50 @@ def _group(group: None) -> None:
     pass
 
 
-def confirms_without_loading(server: EmbeddedServer, before: State, first: State) -> None:
-    restore(server, before)
-
-
-def loads_half(server: EmbeddedServer, before: State, first: State) -> None:
-    names = sorted(before)
-    restore(server, {name: before[name] for name in names[::2]})
-
-
-@torch.no_grad()
-def swaps_layers(server: EmbeddedServer, before: State, first: State) -> None:
-    model: Any = server.engine.decoder.model
-    one, other = model.model.layers[0].state_dict(), model.model.layers[1].state_dict()
-    for name, tensor in one.items():
-        kept = tensor.clone()
-        tensor.copy_(other[name])
-        other[name].copy_(kept)
-
-
-@torch.no_grad()
-def loses_expert(server: EmbeddedServer, before: State, first: State) -> None:
-    model: Any = server.engine.decoder.model
-    model.model.layers[1].mlp.experts.down_proj[2].zero_()
-
-
-def scales_change_twice(server: EmbeddedServer, before: State, first: State) -> None:
-    model: Any = server.engine.decoder.model
-    present = model.state_dict()
-    restore(server, {name: 2 * present[name] - first[name] for name in first})
-
-
-PLANTS: dict[str, tuple[str, Plant, str]] = {
-    "confirms without loading": ("qwen2", confirms_without_loading, "old weights: .* version 0's"),
-    "half of the tensors": ("qwen2", loads_half, "a part of the weights is old"),
-    "swapped layers": ("qwen2", swaps_layers, "other weights"),
-    "one expert": ("qwen3_moe", loses_expert, "other (weights|dtype)"),
-    "scale of an adapter": ("qwen2", scales_change_twice, "wrong scale of an adapter"),
-}
-
-
-def write(folder: Path, family: str = "qwen2") -> Path:
-    if family == "qwen3_moe":
-        return tiny_mixture(folder / "model", family=family, init_std=0.1)
-    return tiny_model(folder / "model", init_std=0.1)
-
-
-@pytest.mark.parametrize(("family", "plant", "reason"), PLANTS.values(), ids=PLANTS)
-async def test_planted_fault_stops_the_run_with_its_reason(
-    tmp_path: Path, family: str, plant: Plant, reason: str
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+async def test_planted_fault_stops_the_run_at_its_first_version(
+    tmp_path: Path, fault: Fault
 ) -> None:
-    async with Run(write(tmp_path, family)).running() as run:
+    async with Run(fault.write(tmp_path), served_dtype=fault.served_dtype).running() as run:
+        for version in range(fault.first):
+            await run.publish(version)
+            run.train(fault.change, seed=version)
+            if version == 1:
+                run.plant(fault.plant)
+        with pytest.raises(InvariantError, match=fault.reason):
+            await run.publish(fault.first)
+        *earlier, first, second = run.proofs()
+        assert len(earlier) == fault.first
+        assert all(proof.is_proven for proof in earlier), earlier
+        assert first.fault == second.fault
+
+
+async def test_one_of_two_servers_is_quarantined_and_proven_at_the_next_version(
+    tmp_path: Path,
+) -> None:
+    folder = tiny_model(tmp_path / "model", init_std=0.1)
+    async with Run(folder, num_servers=2).running() as run:
         await run.publish(0)
-        run.plant(plant)
-        run.train(0.002 if "scale" in reason else 0.02)
-        with pytest.raises(InvariantError, match=reason):
-            await run.publish(1)
-        print(run.proofs())
-        assert [proof.is_proven for proof in run.proofs()] == [True, False, False]
+        unplant = run.plant(confirms_without_loading)
+        run.train()
+        report = await run.publish(1)
+        wrong_id = run.servers[0].entry_id
+        assert report.quarantined == [wrong_id]
+        unplant()
+        run.train()
+        await run.publish(2)
+        await run.until_proven(2, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+async def test_no_ordinary_publish_raises_an_alarm(tmp_path: Path, family: str, dtype: str) -> None:
+    write = tiny_mixture if family == "qwen3_moe" else tiny_model
+    folder = write(tmp_path / "model", family=family, init_std=0.1)
+    async with Run(folder, dtype=dtype).running() as run:
+        for version in range(PUBLISHES):
+            run.train(10.0 ** -(version % 6), seed=version)
+            await run.publish(version)
+        proofs = run.proofs()
+        assert len(proofs) == PUBLISHES
+        assert all(proof.is_proven for proof in proofs), proofs
