@@ -54,7 +54,7 @@ async def publish_often(folder: Path, family: str, dtype: str, publishes: int) -
         for version in range(1, publishes):
             if version % PERIOD == 0:
                 run.engine.module.load_state_dict(first)
-            run.train(10.0 ** -(version % 8), seed=version)
+            run.train(10.0 ** -(1 + version % 7), seed=version)
             with contextlib.suppress(InvariantError):
                 await run.publish(version)
         for task in traffic:

@@ -172,7 +172,7 @@ class Canary:
         )
         proof.is_proven = not proof.fault
         if proof.is_proven:
-            tolerance.learn(errors)
+            tolerance.learn(errors, expected_T)
             self._latest[proof.server] = (version, scores.prompt_T)
 
     def _tolerance(self, server_id: str) -> Tolerance:

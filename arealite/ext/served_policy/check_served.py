@@ -18,7 +18,7 @@ from arealite.cli import configs
 from arealite.ext.external.external_servers import ExternalServers
 from arealite.ext.served_policy.canary import row_of, tolerance_of
 from arealite.ext.served_policy.proof_file import ProofFile
-from arealite.ext.served_policy.scores import nearest, read_scores
+from arealite.ext.served_policy.scores import is_within, nearest, read_scores
 from arealite.impl.publisher.control import ServerControl
 from arealite.system.names.name_registry import NameRegistry
 
@@ -55,14 +55,15 @@ def main(argv: Sequence[str]) -> int:
     tolerance = tolerance_of(config, folder, entry.get("dtype"))
     number, errors = nearest(scores_T, expected, tolerance)
     mean, largest = errors
-    is_within = tolerance.is_within(errors)
+    bound = tolerance.bound(expected[number])
+    is_served = is_within(errors, bound)
     of_run = f"version {number} of " if run.config.exists() else ""
-    relation = "serves" if is_within else "does not serve"
+    relation = "serves" if is_served else "does not serve"
     print(
         f"{options.served} {relation} {of_run}{name}: the nearest scores differ by a mean of "
-        f"{mean:.2g}, at most {largest:.2g} nats ({tolerance.bound.text})"
+        f"{mean:.2g}, at most {largest:.2g} nats ({bound.text})"
     )
-    return 0 if is_within and version in ("", str(number)) else 1
+    return 0 if is_served and version in ("", str(number)) else 1
 
 
 def _plain_scores(folder: Path, row: list[int]) -> np.ndarray:

@@ -100,7 +100,7 @@ class Tolerance:
     """The differences between the trainer and one server that are no fault.
 
     At first it is the bound of the self-check for a model whose noise is unknown. After the first
-    proof, it is a multiple of the differences so far.
+    proof, it is a multiple of the noise so far. In 16 bits, noise grows with the spread of scores.
     """
 
     def __init__(self, dtype: str, *, is_mixture: bool) -> None:
@@ -110,16 +110,33 @@ class Tolerance:
             dtype: The coarser dtype of trainer and server.
             is_mixture: Whether the model has experts.
         """
-        self.first_bound = bound_of(dtype, None, temperature=1.0, is_mixture=is_mixture)
-        self.bound = self.first_bound
+        self._first_bound = bound_of(dtype, None, temperature=1.0, is_mixture=is_mixture)
         self._margins = MIXTURE_MARGINS if is_mixture else MARGINS
         self._num_ignored = NEAR_TIES if is_mixture else 0
-        self._noise = np.zeros(2)
-
-    @property
-    def is_exact(self) -> bool:
+        self._noise: np.ndarray | None = None
+        """The mean and the largest difference of all proofs, in units of `_scale` [2]."""
+        self.is_exact = dtype == "float32"
         """Whether trainer and server compute in float32."""
-        return self.bound.dtype == "float32"
+
+    def bound(self, expected_T: np.ndarray) -> Bound:
+        """Return the bound for a version."""
+        first = self._first_bound
+        if self._noise is None:
+            return first
+        limits = self._noise * self._margins * self._scale(expected_T)
+        if self.is_exact:
+            limits = np.maximum(limits, FLOOR)
+        mean, token = limits.tolist()
+        return replace(first, mean=min(mean, first.mean), token=min(token, first.token))
+
+    def learn(self, errors: np.ndarray, expected_T: np.ndarray) -> None:
+        """Note the differences of a proof as noise."""
+        noise = errors / self._scale(expected_T)
+        self._noise = noise if self._noise is None else np.maximum(self._noise, noise)
+
+    def _scale(self, expected_T: np.ndarray) -> float:
+        """Return the factor that noise is in proportion to."""
+        return 1.0 if self.is_exact else max(float(expected_T.std()), FLOOR[0])
 
     def errors(self, scores_T: np.ndarray, expected_T: np.ndarray) -> np.ndarray:
         """Return the mean and the largest difference [2]; infinity for scores that are no number.
@@ -132,22 +149,11 @@ class Tolerance:
         counted = ordered[: max(1, len(ordered) - self._num_ignored)]
         return np.array([counted.mean(), counted[-1]])
 
-    def is_within(self, errors: np.ndarray, bound: Bound | None = None) -> bool:
-        """Return whether differences (`errors`) are within a bound; None: the present one."""
-        bound = bound or self.bound
-        mean, largest = errors
-        return bool(mean <= bound.mean and largest <= bound.token)
 
-    def learn(self, errors: np.ndarray) -> None:
-        """Take the differences of a proof as noise."""
-        self._noise = np.maximum(self._noise, errors)
-        floor = FLOOR if self.is_exact else (0.0, 0.0)
-        mean, token = np.maximum(self._noise * self._margins, floor)
-        self.bound = replace(
-            self.first_bound,
-            mean=min(float(mean), self.first_bound.mean),
-            token=min(float(token), self.first_bound.token),
-        )
+def is_within(errors: np.ndarray, bound: Bound) -> bool:
+    """Return whether differences [2] are within a bound."""
+    mean, largest = errors
+    return bool(mean <= bound.mean and largest <= bound.token)
 
 
 def fault_of(
@@ -186,15 +192,16 @@ def fault_of(
                 f"old weights: the server's scores are those that it gave at version {version - 1},"
                 f" and the trainer's changed by {change:.2g} nats"
             )
-    if not tolerance.is_within(errors):
+    bound = tolerance.bound(expected_T)
+    if not is_within(errors, bound):
         reason = _reason(scores.prompt_T, expected, version, tolerance)
-        allowed = f"{tolerance.bound.mean:.2g} and {tolerance.bound.token:.2g} are allowed"
+        allowed = f"{bound.mean:.2g} and {bound.token:.2g} are allowed"
         return f"{reason} ({differences}; {allowed})"
     num_common = min(len(scores.fresh_K), len(scores.cached_K))
     if not num_common:
         return ""
     cached_mean, _ = tolerance.errors(scores.cached_K[:num_common], scores.fresh_K[:num_common])
-    allowed_mean = tolerance.bound.mean if tolerance.is_exact else tolerance.bound.token
+    allowed_mean = bound.mean if tolerance.is_exact else bound.token
     if cached_mean > allowed_mean:
         return (
             f"stale prefix cache: after a cached prefix, the next token's log-probabilities differ "
@@ -261,7 +268,7 @@ def _reason(
                 "scale of an adapter"
             )
     low = bound_of("bfloat16", None, temperature=1.0, is_mixture=False)
-    if tolerance.is_exact and tolerance.is_within(tolerance.errors(scores_T, expected_T), low):
+    if tolerance.is_exact and is_within(tolerance.errors(scores_T, expected_T), low):
         return "other dtype, or few wrong tensors: the differences are as small as those of 16 bits"
     return "other weights: the scores belong to no version of this run"
 

@@ -23,6 +23,8 @@ from arealite.api.server_protocol import (
 )
 from arealite.ext.sglang.sglang_api import context_length, total_load
 
+NUM_TOP = 8
+"""Most probable tokens at each place of a scored prompt."""
 STREAM_INTERVAL = 8
 """Tokens per event of a stream after the first one. SGLang repeats all tokens in each event, unless
 it runs with --incremental-streaming-output."""
@@ -37,6 +39,7 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True):
     return_logprob: bool = True
     stream: bool = False
     logprob_start_len: int | msgspec.UnsetType = msgspec.UNSET
+    top_logprobs_num: int | msgspec.UnsetType = msgspec.UNSET
     return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -117,6 +120,7 @@ class SGLangProtocol(ServerProtocol):
         )
         if request.scores_prompt:
             body.logprob_start_len = 0
+            body.top_logprobs_num = NUM_TOP
         if request.with_routing:
             body.return_routed_experts = True
             body.routed_experts_start_len = request.routing_start

@@ -102,6 +102,9 @@ class ServerControl(ABC):
     """Why it is quarantined; None if it is not."""
     failures: int = 0
     """Failed updates since the last confirmed one."""
+    proven_at: float | None = None
+    """Monotonic time at which its weights were proven; None: not yet, or not since they were
+    wrong."""
     refuted_versions: list[int] = field(default_factory=list[int])
     """Versions that it confirmed with other weights, once for each time."""
     retry_at: float = 0.0

@@ -39,7 +39,11 @@ RETRY_S = 0.25
 PROOF_ATTEMPTS = 2
 """Updates of a server to one version after which its weights must be those of the version."""
 PROOF_S = 5.0
-"""Longest wait for a proof. A server with a long queue answers later, and gets traffic before."""
+"""Longest wait for the first proof of a server, and for the first one after a failed proof."""
+LATER_PROOF_S = 0.25
+"""Longest wait for a later proof, or PROOF_SHARE of the time since the proof before. A server with
+a long queue answers later, and gets traffic meanwhile."""
+PROOF_SHARE = 0.01
 GRACE_S = 1.0
 """After the first failure in a step of an update, the other servers have this many seconds to
 finish the step."""
@@ -154,6 +158,18 @@ class ServersPublisher(WeightPublisher):
             stall_s=report.stall_s,
         )
         return report
+
+    @property
+    def needs_republish(self) -> bool:
+        """Always False; raises if every server ignores the newest version."""
+        servers = [*self._servers.values()]
+        if servers and all(is_refuted(server, self.newest) for server in servers):
+            raise InvariantError(
+                f"no server generates from version {self.newest}, which each one confirmed "
+                f"{PROOF_ATTEMPTS} times. {_errors(servers)}. "
+                "(Off: trainer.ppo.publisher.canary=false)"
+            )
+        return False
 
     def close(self) -> None:
         with self._closing:
@@ -277,15 +293,8 @@ class ServersPublisher(WeightPublisher):
             confirmed = [server for server in candidates if server.confirmed_version == version]
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
-            errors = "; ".join(
-                f"{server.id} at {server.address}: {server.error}" for server in servers
-            )
-            if servers and all(is_refuted(server, version) for server in servers):
-                raise InvariantError(
-                    f"no server generates from version {version}, which each one confirmed "
-                    f"{PROOF_ATTEMPTS} times. {errors}. (Off: trainer.ppo.publisher.canary=false)"
-                )
             if time.monotonic() >= give_up:
+                errors = _errors(servers)
                 if not errors:
                     errors = f"None is registered in {self.registry.root}; start one."
                 raise RoleError(
@@ -390,17 +399,23 @@ class ServersPublisher(WeightPublisher):
             return
         if self.proof is not None:
             proof = self._tasks.create_task(self._prove(self.proof, server, version))
-            await asyncio.wait({proof}, timeout=PROOF_S)
+            wait_s = PROOF_S
+            if server.proven_at is not None:
+                elapsed_s = time.monotonic() - server.proven_at
+                wait_s = max(LATER_PROOF_S, PROOF_SHARE * elapsed_s)
+            await asyncio.wait({proof}, timeout=wait_s)
 
     async def _prove(self, proof: PolicyProof, server: ServerControl, version: int) -> None:
         """Quarantine a server that has confirmed a version, but generates from other weights."""
         fault = await proof.fault(server.id, version, server.generate)
-        if not fault or server.confirmed_version != version:
-            return
-        server.refuted_versions.append(version)
-        self._quarantine(server, RoleError(fault))
-        with suppress(*FAILURES), server.time_limit("a new label", server.status_s):
-            await server.relabel(UNTRUSTED, abort=True)
+        if not fault:
+            server.proven_at = time.monotonic()
+        elif server.confirmed_version == version:
+            server.proven_at = None
+            server.refuted_versions.append(version)
+            self._quarantine(server, RoleError(fault))
+            with suppress(*FAILURES), server.time_limit("a new label", server.status_s):
+                await server.relabel(UNTRUSTED, abort=True)
 
     def _quarantine(self, server: ServerControl, error: Exception) -> None:
         """Note that a server's update has failed; continue the server if it may be continued."""
@@ -424,8 +439,15 @@ class ServersPublisher(WeightPublisher):
                     await server.resume()
 
 
-def is_refuted(server: ServerControl, version: int) -> bool:
+def _errors(servers: Servers) -> str:
+    """Return the error of each server."""
+    return "; ".join(f"{server.id} at {server.address}: {server.error}" for server in servers)
+
+
+def is_refuted(server: ServerControl, version: int | None) -> bool:
     """Return whether further updates to a version are useless, because the server ignores them."""
+    if version is None:
+        return False
     return server.refuted_versions.count(version) >= PROOF_ATTEMPTS
 
 

@@ -61,7 +61,7 @@ async def test_no_ordinary_publish_raises_an_alarm(tmp_path: Path, family: str, 
     folder = write(tmp_path / "model", family=family, init_std=0.1)
     async with Run(folder, dtype=dtype).running() as run:
         for version in range(PUBLISHES):
-            run.train(10.0 ** -(version % 6), seed=version)
+            run.train(10.0 ** -(1 + version % 6), seed=version)
             await run.publish(version)
         proofs = run.proofs()
         assert len(proofs) == PUBLISHES

@@ -15,11 +15,10 @@ from arealite.api.experiment_config import run_paths
 from arealite.base.errors import InvariantError
 from arealite.ext.served_policy.canary import Canary
 from arealite.ext.served_policy.proof_file import ProofFile, ServerProof, proof_notes
+from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.rank_group import World
 from tests.fakes.scores import prompt_scores
-from tests.impl.publisher.conftest import kind as kind
-from tests.impl.publisher.conftest import site as site
 from tests.impl.publisher.sites import Site, publishing, servers
 from tests.waiting import eventually
 
@@ -93,8 +92,8 @@ async def test_one_of_two_servers_that_ignores_loads_is_quarantined(
         assert first.version == "1"
         second.ignores_loads = False
         await publishing_site.publish(2)
+        await eventually(lambda: second.version == "2", "its update")
         await eventually(lambda: not publishing_site.site.quarantined(), "its proof")
-        assert second.version == "2"
 
 
 async def test_cached_prefix_of_the_old_weights_is_named(publishing_site: Publishing) -> None:
@@ -116,3 +115,25 @@ async def test_server_without_scores_is_named_once(publishing_site: Publishing) 
         reason = "server s0: servers of this kind return no log-probabilities of prompts"
         note = f"served weights never proven: 3 versions, 0, 1, 2 ({reason})"
         assert proof_notes(publishing_site.file.path.parent) == [note]
+
+
+async def test_late_proof_of_a_busy_server_stops_the_run(
+    publishing_site: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with servers(publishing_site.site, 1) as (server,):
+        await publishing_site.publish(0)
+        server.ignores_loads = True
+        server.hold_after = 0
+        monkeypatch.setattr(base, "LATER_PROOF_S", 0.0)
+        await publishing_site.publish(1)
+        publisher = publishing_site.site.publisher
+        assert publisher is not None and not publisher.needs_republish
+        server.release()
+
+        def is_stopped() -> bool:
+            try:
+                return publisher.needs_republish
+            except InvariantError as error:
+                return "old weights: the scores equal version 0's" in str(error)
+
+        await eventually(is_stopped, "the end of the run")
