@@ -169,6 +169,7 @@ class Canary:
             version,
             tolerance=tolerance,
             previous_T=latest_T if latest_version == version - 1 else None,
+            drops_caches=self.config.trainer.ppo.publisher.pause_mode != "in_place",
         )
         proof.is_proven = not proof.fault
         if proof.is_proven:

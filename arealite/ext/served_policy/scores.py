@@ -163,6 +163,7 @@ def fault_of(
     *,
     tolerance: Tolerance,
     previous_T: np.ndarray | None,
+    drops_caches: bool = True,
 ) -> str:
     """Return why a server does not generate from a version; "" if it does.
 
@@ -172,6 +173,7 @@ def fault_of(
         version: The version that it reports.
         tolerance: The differences that are no fault.
         previous_T: Its own scores under the version before; None: unknown.
+        drops_caches: Whether updates drop cached prefixes.
     """
     expected_T = expected[version]
     errors = tolerance.errors(scores.prompt_T, expected_T)
@@ -198,7 +200,7 @@ def fault_of(
         allowed = f"{bound.mean:.2g} and {bound.token:.2g} are allowed"
         return f"{reason} ({differences}; {allowed})"
     num_common = min(len(scores.fresh_K), len(scores.cached_K))
-    if not num_common:
+    if not (num_common and drops_caches):
         return ""
     cached_mean, _ = tolerance.errors(scores.cached_K[:num_common], scores.fresh_K[:num_common])
     allowed_mean = bound.mean if tolerance.is_exact else bound.token
