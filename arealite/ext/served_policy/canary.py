@@ -7,6 +7,7 @@ dtype of training. A server whose scores differ has other weights than it report
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from arealite.api.engine import Sequence, TrainEngine
@@ -14,16 +15,23 @@ from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import Generate
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
-from arealite.base.model_folder import experts_of, read_json, vocab_size
+from arealite.base.model_folder import (
+    experts_of,
+    read_json,
+    vocab_size,
+)
 from arealite.ext.self_check.check import served_dtype
 from arealite.ext.self_check.difference_reasons import ROUNDING
 from arealite.ext.self_check.probe_rows import random_rows, room_of
-from arealite.ext.served_policy.proof_file import ProofFile, ServerProof, VersionScores
+from arealite.ext.served_policy.proof_file import (
+    ProofFile,
+    ServerProof,
+    VersionScores,
+)
 from arealite.ext.served_policy.scores import (
-    NO_SCORES,
+    Evidence,
     NotComparable,
     Tolerance,
-    fault_of,
     read_scores,
 )
 from arealite.impl.trainer.rank_group import World
@@ -37,8 +45,8 @@ ROW_TOKENS = 64
 """Tokens of the row; fewer if a server's context is shorter."""
 LARGEST = 1e9
 """Stands for an infinite difference in the file; JSON has no infinity."""
-KEPT = 3
-"""Newest versions whose scores are kept in memory: that of a running update, and its neighbours."""
+KEPT = 2
+"""Earlier versions whose scores are kept in memory, besides the first one."""
 
 
 def canary_of(config: ExperimentConfig, engine: TrainEngine, world: World) -> "Canary | None":
@@ -57,22 +65,33 @@ def row_of(folder: Path, context: int | None) -> list[int]:
     return row
 
 
+def sequence_of(row: list[int]) -> Sequence:
+    """Return the row for an engine: all tokens but the first one are scored."""
+    return Sequence(
+        tokens=np.array(row, np.int32),
+        loss_mask=np.arange(len(row)) > 0,
+        temperature=1.0,
+    )
+
+
 def tolerance_of(config: ExperimentConfig, folder: Path, reported_dtype: str | None) -> Tolerance:
     """Return the differences between the trainer of a run and a server that are no fault."""
-    dtypes = (
-        config.trainer.selected_options.engine.fsdp.dtype,
-        served_dtype(config, reported_dtype),
-    )
-    return Tolerance(
-        max(dtypes, key=ROUNDING.__getitem__),
-        is_mixture=experts_of(read_json(folder)) is not None,
-    )
+    trained = config.trainer.selected_options.engine.fsdp.dtype
+    served = served_dtype(config, reported_dtype)
+    coarser = max(trained, served, key=ROUNDING.__getitem__)
+    is_mixture = experts_of(read_json(folder)) is not None
+    return Tolerance(coarser, is_mixture=is_mixture)
 
 
 class Canary:
     """Compares servers with the trainer; implements `PolicyProof`. Only rank 0 keeps scores."""
 
-    def __init__(self, config: ExperimentConfig, engine: TrainEngine, world: World) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        engine: TrainEngine,
+        world: World,
+    ) -> None:
         self.config = config
         self.engine = engine
         self.world = world
@@ -88,8 +107,8 @@ class Canary:
         """By server; a restarted server keeps its own."""
         self._latest = dict[str, tuple[int, np.ndarray]]()
         """The version and the scores [T] of each server's latest proof."""
-        self._unscored = set[str]()
-        """Servers that return no scores."""
+        self._warnings = set[tuple[str, str]]()
+        """Server and obstacle of each warning, which is given once."""
 
     # ------------------------------------------------------------ the trainer's scores
 
@@ -98,39 +117,53 @@ class Canary:
         if version == self._staged:
             return  # sent again
         begin = time.perf_counter()
-        rows = [self._sequence()] if self.world.is_rank0 else []
-        scores = self.engine.forward(rows)["logprobs"]
-        if self.world.is_rank0:
-            self._note(version, scores[0][1:].astype(np.float64), begin)
+        if self.world.is_rank0 and not self._row:
+            self._begin()
+        rows = [sequence_of(self._row)] if self._row else []
+        outputs = self.engine.forward(rows)
+        for scores_T in outputs["logprobs"]:
+            seconds = time.perf_counter() - begin
+            self._note(version, scores_T[1:].astype(np.float64), seconds)
         self._staged = version
 
-    def _sequence(self) -> Sequence:
-        """Return the row for the engine."""
-        if not self._row:
-            entries = self.names.list("llm_server")
-            contexts = [entry.value.get("context_length") or ROW_TOKENS + 1 for entry in entries]
-            self._row = row_of(self.folder, min(contexts, default=None))
-            self._expected = self.file.scores()  # of the versions before a restart
-        tokens_T = np.array(self._row, np.int32)
-        return Sequence(tokens=tokens_T, loss_mask=np.arange(len(tokens_T)) > 0, temperature=1.0)
+    def _begin(self) -> None:
+        """Choose the row, which every server must have room for; read scores before a restart."""
+        room = ROW_TOKENS + 1
+        for entry in self.names.list("llm_server"):
+            context = entry.value.get("context_length") or room
+            room = min(room, context)
+        self._row = row_of(self.folder, room)
+        self._expected = self.file.scores()
 
-    def _note(self, version: int, scores_T: np.ndarray, begin: float) -> None:
-        """Keep the scores of a version."""
-        expected = {**self._expected, version: scores_T}
-        kept = {min(expected), *range(version - KEPT + 1, version + 1)}
-        self._expected = {
-            number: numbers_T
-            for number, numbers_T in expected.items()
-            if number in kept and numbers_T.shape == scores_T.shape
-        }
-        seconds = time.perf_counter() - begin
-        self.file.append(
-            VersionScores(version=version, scores=scores_T.tolist(), seconds=round(seconds, 6))
+    def _note(
+        self,
+        version: int,
+        scores_T: np.ndarray,
+        seconds: float,
+    ) -> None:
+        """Keep the scores of a version, of the first one and of the newest ones."""
+        expected = {version: scores_T}
+        earlier = [number for number in self._expected if number < version]
+        for number in (*earlier[:1], *earlier[-KEPT:]):
+            earlier_T = self._expected[number]
+            if earlier_T.shape == scores_T.shape:
+                expected[number] = earlier_T
+        self._expected = dict(sorted(expected.items()))
+        line = VersionScores(
+            version=version,
+            scores=scores_T.tolist(),
+            seconds=round(seconds, 6),
         )
+        self.file.append(line)
 
     # ------------------------------------------------------------ a server's scores
 
-    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
+    async def fault(
+        self,
+        server_id: str,
+        version: int,
+        generate: Generate,
+    ) -> str:
         """Compare a server's scores; see PolicyProof."""
         begin = time.perf_counter()
         proof = ServerProof(version=version, server=server_id)
@@ -138,7 +171,9 @@ class Canary:
             await self._compare(proof, generate)
         except (NotComparable, RoleError, OSError) as error:
             proof.obstacle = str(error)
-            self._warn(proof)
+            if (server_id, proof.obstacle) not in self._warnings:
+                self._warnings.add((server_id, proof.obstacle))
+                logger.warning("served weights not proven", **msgspec.to_builtins(proof))
         except (InvariantError, ValueError) as error:
             proof.fault = f"its scores cannot be read: {error}"
         proof.seconds = round(time.perf_counter() - begin, 6)
@@ -159,42 +194,26 @@ class Canary:
         expected_T = self._expected.get(version)
         if expected_T is None:
             raise NotComparable("newer versions have replaced it")
-        tolerance = self._tolerance(proof.server)
         latest_version, latest_T = self._latest.get(proof.server, (-1, None))
-        errors = tolerance.errors(scores.prompt_T, expected_T)
-        proof.mean, proof.largest = np.minimum(errors, LARGEST).tolist()
-        proof.fault = fault_of(
-            scores,
-            self._expected,
-            version,
-            tolerance=tolerance,
+        evidence = Evidence(
+            version=version,
+            scores=scores,
+            expected=self._expected,
+            tolerance=self._tolerance(proof.server),
             previous_T=latest_T if latest_version == version - 1 else None,
             drops_caches=self.config.trainer.ppo.publisher.pause_mode != "in_place",
         )
+        proof.mean, proof.largest = np.minimum(evidence.errors, LARGEST).tolist()
+        proof.fault = evidence.fault()
         proof.is_proven = not proof.fault
         if proof.is_proven:
-            tolerance.learn(errors, expected_T)
+            evidence.tolerance.learn(evidence.errors, expected_T)
             self._latest[proof.server] = (version, scores.prompt_T)
 
     def _tolerance(self, server_id: str) -> Tolerance:
         """Return the differences that are no fault of a server."""
         if server_id not in self._tolerances:
-            reported: str | None = None
-            for entry in self.names.list("llm_server"):
-                if entry.id == server_id:
-                    reported = entry.value.get("dtype")
-            self._tolerances[server_id] = tolerance_of(self.config, self.folder, reported)
+            entries = {entry.id: entry.value for entry in self.names.list("llm_server")}
+            dtype = entries.get(server_id, {}).get("dtype")
+            self._tolerances[server_id] = tolerance_of(self.config, self.folder, dtype)
         return self._tolerances[server_id]
-
-    def _warn(self, proof: ServerProof) -> None:
-        """Warn once of each server that returns no scores, and of each other obstacle."""
-        if proof.server in self._unscored:
-            return
-        if proof.obstacle == NO_SCORES:
-            self._unscored.add(proof.server)
-        logger.warning(
-            "served weights not proven",
-            server=proof.server,
-            version=proof.version,
-            reason=proof.obstacle,
-        )

@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from arealite.api import engine
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.server_protocol import part_of_entry
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
 from arealite.ext.external.external_servers import ExternalServers
-from arealite.ext.served_policy.canary import row_of, tolerance_of
+from arealite.ext.served_policy.canary import (
+    row_of,
+    sequence_of,
+    tolerance_of,
+)
 from arealite.ext.served_policy.proof_file import ProofFile
-from arealite.ext.served_policy.scores import is_within, nearest, read_scores
+from arealite.ext.served_policy.scores import is_within, read_scores
 from arealite.impl.publisher.control import ServerControl
 from arealite.system.names.name_registry import NameRegistry
 
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         expected = {0: _plain_scores(folder, row)}
     scores_T, entry = asyncio.run(_served_scores(options.served, config, row))
     tolerance = tolerance_of(config, folder, entry.get("dtype"))
-    number, errors = nearest(scores_T, expected, tolerance)
+    number, errors = tolerance.nearest(scores_T, expected)
     mean, largest = errors
     bound = tolerance.bound(expected[number])
     is_served = is_within(errors, bound)
@@ -70,10 +73,7 @@ def _plain_scores(folder: Path, row: list[int]) -> np.ndarray:
     """Return the scores of a folder by plain transformers, in float32 [T]."""
     from arealite.ext.self_check.plain_copy import PlainModel  # imports torch
 
-    sequence = engine.Sequence(
-        tokens=np.array(row, np.int32), loss_mask=np.arange(len(row)) > 0, temperature=1.0
-    )
-    return PlainModel(folder).exact(sequence)
+    return PlainModel(folder).exact(sequence_of(row))
 
 
 async def _served_scores(

@@ -70,12 +70,13 @@ class ProofFile:
                 yield msgspec.json.decode(raw_line, type=Line)  # type: ignore[arg-type]
 
     def scores(self) -> dict[int, np.ndarray]:
-        """Return the trainer's scores by version."""
-        return {
+        """Return the trainer's scores by version, in ascending order."""
+        scores = {
             line.version: np.array(line.scores)
             for line in self.lines()
             if isinstance(line, VersionScores)
         }
+        return dict(sorted(scores.items()))
 
 
 def proof_notes(root: Path) -> list[str]:

@@ -16,7 +16,12 @@ import numpy as np
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import Generate
 from arealite.api.server_protocol import GenerateRequest, ServerAnswer
-from arealite.ext.self_check.difference_reasons import MARGINS, MIXTURE_MARGINS, Bound, bound_of
+from arealite.ext.self_check.difference_reasons import (
+    MARGINS,
+    MIXTURE_MARGINS,
+    Bound,
+    bound_of,
+)
 
 FLOOR = (1e-4, 1e-3)
 """Lowest bounds in float32, in nats: the mean of the row, and one token. Real servers differed by
@@ -33,6 +38,10 @@ other."""
 NUM_NEXT = 8
 """Most probable next tokens that are compared."""
 NO_SCORES = "servers of this kind return no log-probabilities of prompts"
+
+
+ScoresByVersion = Mapping[int, np.ndarray]
+"""The trainer's scores by version [T]."""
 
 
 class NotComparable(Exception):
@@ -127,7 +136,11 @@ class Tolerance:
         if self.is_exact:
             limits = np.maximum(limits, FLOOR)
         mean, token = limits.tolist()
-        return replace(first, mean=min(mean, first.mean), token=min(token, first.token))
+        return replace(
+            first,
+            mean=min(mean, first.mean),
+            token=min(token, first.token),
+        )
 
     def learn(self, errors: np.ndarray, expected_T: np.ndarray) -> None:
         """Note the differences of a proof as noise."""
@@ -143,11 +156,16 @@ class Tolerance:
 
         The tokens that a mixture of experts may change are not counted.
         """
-        if scores_T.shape != expected_T.shape or not np.isfinite(scores_T).all():
-            return np.full(2, np.inf)
-        ordered = np.sort(np.abs(scores_T - expected_T))
-        counted = ordered[: max(1, len(ordered) - self._num_ignored)]
+        differences = np.nan_to_num(np.abs(scores_T - expected_T), nan=np.inf)
+        num_counted = max(1, len(differences) - self._num_ignored)
+        counted = np.sort(differences)[:num_counted]
         return np.array([counted.mean(), counted[-1]])
+
+    def nearest(self, scores_T: np.ndarray, expected: ScoresByVersion) -> tuple[int, np.ndarray]:
+        """Return the version whose scores are nearest, and the differences from these [2]."""
+        errors = {version: self.errors(scores_T, expected[version]) for version in expected}
+        version = min(errors, key=lambda version: errors[version][0])
+        return version, errors[version]
 
 
 def is_within(errors: np.ndarray, bound: Bound) -> bool:
@@ -156,126 +174,91 @@ def is_within(errors: np.ndarray, bound: Bound) -> bool:
     return bool(mean <= bound.mean and largest <= bound.token)
 
 
-def fault_of(
-    scores: ServerScores,
-    expected: Mapping[int, np.ndarray],
-    version: int,
-    *,
-    tolerance: Tolerance,
-    previous_T: np.ndarray | None,
-    drops_caches: bool = True,
-) -> str:
-    """Return why a server does not generate from a version; "" if it does.
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The scores of a server under a version, and what they are compared with."""
 
-    Args:
-        scores: Its answers.
-        expected: The trainer's scores of this and other versions.
-        version: The version that it reports.
-        tolerance: The differences that are no fault.
-        previous_T: Its own scores under the version before; None: unknown.
-        drops_caches: Whether updates drop cached prefixes.
-    """
-    expected_T = expected[version]
-    errors = tolerance.errors(scores.prompt_T, expected_T)
-    mean, largest = errors
-    differences = f"mean {mean:.2g}, largest {largest:.2g} nats"
-    older = _version_of(scores, expected, version, tolerance)
-    if older is not None:
-        return (
-            f"old weights: the scores equal version {older}'s, not version {version}'s "
-            f"({differences})"
-        )
-    before_T = expected.get(version - 1)
-    if before_T is not None and previous_T is not None:
-        change, _ = tolerance.errors(before_T, expected_T)
-        _, own_change = tolerance.errors(scores.prompt_T, previous_T)
-        if own_change <= SAME and change > _visible(tolerance):
-            return (
-                f"old weights: the server's scores are those that it gave at version {version - 1},"
-                f" and the trainer's changed by {change:.2g} nats"
-            )
-    bound = tolerance.bound(expected_T)
-    if not is_within(errors, bound):
-        reason = _reason(scores.prompt_T, expected, version, tolerance)
-        allowed = f"{bound.mean:.2g} and {bound.token:.2g} are allowed"
-        return f"{reason} ({differences}; {allowed})"
-    num_common = min(len(scores.fresh_K), len(scores.cached_K))
-    if not (num_common and drops_caches):
+    version: int
+    scores: ServerScores
+    expected: ScoresByVersion
+    """The trainer's scores of this version, of the first one and of others."""
+    tolerance: Tolerance
+    previous_T: np.ndarray | None
+    """The server's own scores under the version before; None: unknown."""
+    drops_caches: bool
+    """Whether updates drop cached prefixes."""
+
+    @property
+    def errors(self) -> np.ndarray:
+        """The mean and the largest difference [2]."""
+        return self.tolerance.errors(self.scores.prompt_T, self.expected[self.version])
+
+    def fault(self) -> str:
+        """Return why the server does not generate from the version; "" if it does."""
+        mean, largest = self.errors
+        bound = self.tolerance.bound(self.expected[self.version])
+        reason = self._old_weights()
+        if not reason and not is_within(self.errors, bound):
+            reason = self._likely_reason()
+        if reason:
+            allowed = f"{bound.mean:.2g} and {bound.token:.2g} are allowed"
+            return f"{reason} (mean {mean:.2g}, largest {largest:.2g} nats; {allowed})"
+        return self._stale_cache(bound.mean if self.tolerance.is_exact else bound.token)
+
+    def _old_weights(self) -> str:
+        """Return which older weights the server has; "" if none is known."""
+        tolerance = self.tolerance
+        scores_T = self.scores.prompt_T
+        mean, _ = self.errors
+        other, other_errors = tolerance.nearest(scores_T, self.expected)
+        visible = FLOOR[0] if tolerance.is_exact else FLOOR[1]
+        if mean > visible / 10 and other_errors[0] < CLOSER * mean:
+            return f"old weights: the scores equal version {other}'s"
+        before_T = self.expected.get(self.version - 1)
+        if before_T is None or self.previous_T is None:
+            return ""
+        change, _ = tolerance.errors(before_T, self.expected[self.version])
+        _, own_change = tolerance.errors(scores_T, self.previous_T)
+        if own_change <= SAME and change > visible:
+            return f"old weights: the scores did not change, and the trainer's did by {change:.2g}"
         return ""
-    cached_mean, _ = tolerance.errors(scores.cached_K[:num_common], scores.fresh_K[:num_common])
-    allowed_mean = bound.mean if tolerance.is_exact else bound.token
-    if cached_mean > allowed_mean:
-        return (
-            f"stale prefix cache: after a cached prefix, the next token's log-probabilities differ "
-            f"by {cached_mean:.2g} nats from those without cache"
+
+    def _likely_reason(self) -> str:
+        """Return the likely reason of scores that belong to no version."""
+        first = min(self.expected)
+        to_first = self._alignment(first)
+        to_previous = self._alignment(self.version - 1)
+        if max(to_first, to_previous) > ALIGNED:
+            return "a part of the weights is old: the scores are between those of two versions"
+        if to_first < -ALIGNED:
+            return (
+                f"the change since version {first} is applied more than once, "
+                "as with a wrong scale of an adapter"
+            )
+        low = bound_of("bfloat16", None, temperature=1.0, is_mixture=False)
+        if self.tolerance.is_exact and is_within(self.errors, low):
+            return "other dtype, or few wrong tensors: the scores differ as in 16 bits"
+        return "other weights: the scores belong to no version of this run"
+
+    def _alignment(self, other: int) -> float:
+        """Return the cosine of the difference and the way to another version; 0 if unknown."""
+        expected_T = self.expected[self.version]
+        error_T = self.scores.prompt_T - expected_T
+        way_T = self.expected.get(other, expected_T) - expected_T
+        lengths = np.linalg.norm([error_T, way_T], axis=1)
+        product = float(lengths.prod())
+        return float(error_T @ way_T) / product if product else 0.0
+
+    def _stale_cache(self, allowed: float) -> str:
+        """Return how far a cached prefix changes the next token; "" if not more than allowed."""
+        scores = self.scores
+        num_common = min(len(scores.fresh_K), len(scores.cached_K))
+        if not (num_common and self.drops_caches):
+            return ""
+        mean, _ = self.tolerance.errors(
+            scores.cached_K[:num_common],
+            scores.fresh_K[:num_common],
         )
-    return ""
-
-
-def _visible(tolerance: Tolerance) -> float:
-    """Return the change of the trainer's scores that new weights of a server must show."""
-    mean_floor, token_floor = FLOOR
-    return mean_floor if tolerance.is_exact else token_floor
-
-
-def nearest(
-    scores_T: np.ndarray, expected: Mapping[int, np.ndarray], tolerance: Tolerance
-) -> tuple[int, np.ndarray]:
-    """Return the version whose scores are nearest, and the differences from these."""
-    errors_by_version = {
-        version: tolerance.errors(scores_T, expected_T) for version, expected_T in expected.items()
-    }
-    version = min(errors_by_version, key=lambda version: float(errors_by_version[version][0]))
-    return version, errors_by_version[version]
-
-
-def _version_of(
-    scores: ServerScores,
-    expected: Mapping[int, np.ndarray],
-    version: int,
-    tolerance: Tolerance,
-) -> int | None:
-    """Return the other version that the scores belong to; None if there is none."""
-    mean, _ = tolerance.errors(scores.prompt_T, expected[version])
-    other, errors = nearest(scores.prompt_T, expected, tolerance)
-    lowest = FLOOR[0] / 10 if tolerance.is_exact else FLOOR[1]
-    is_other = other != version and mean > lowest and errors[0] < CLOSER * mean
-    return other if is_other else None
-
-
-def _reason(
-    scores_T: np.ndarray,
-    expected: Mapping[int, np.ndarray],
-    version: int,
-    tolerance: Tolerance,
-) -> str:
-    """Return the likely reason of scores that belong to no version."""
-    expected_T = expected[version]
-    if not np.isfinite(scores_T).all():
-        return "its scores are no numbers: weights that are not finite"
-    error_T = scores_T - expected_T
-    first = min(expected)
-    for other, kind in ((version - 1, "partial"), (first, "adapter")):
-        if other not in expected or other == version:
-            continue
-        share = _cosine(error_T, expected[other] - expected_T)
-        if share > ALIGNED:
-            return (
-                f"a part of the weights is old: the scores are between those of versions {other} "
-                f"and {version}"
-            )
-        if share < -ALIGNED and kind == "adapter":
-            return (
-                f"the change since version {first} is applied more than once, as with a wrong "
-                "scale of an adapter"
-            )
-    low = bound_of("bfloat16", None, temperature=1.0, is_mixture=False)
-    if tolerance.is_exact and is_within(tolerance.errors(scores_T, expected_T), low):
-        return "other dtype, or few wrong tensors: the differences are as small as those of 16 bits"
-    return "other weights: the scores belong to no version of this run"
-
-
-def _cosine(left_T: np.ndarray, right_T: np.ndarray) -> float:
-    """Return the cosine of the angle between two vectors; 0 if one is 0."""
-    length = float(np.linalg.norm(left_T) * np.linalg.norm(right_T))
-    return float(left_T @ right_T) / length if length else 0.0
+        if mean <= allowed:
+            return ""
+        return f"stale prefix cache: it changes the next token by {mean:.2g} nats"

@@ -100,7 +100,7 @@ async def test_cached_prefix_of_the_old_weights_is_named(publishing_site: Publis
     async with servers(publishing_site.site, 1) as (server,):
         server.keeps_prefixes = True
         await publishing_site.publish(0)
-        with pytest.raises(InvariantError, match="stale prefix cache: after a cached prefix"):
+        with pytest.raises(InvariantError, match="stale prefix cache: it changes the next token"):
             await publishing_site.publish(1)
 
 
