@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-canary bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -257,7 +257,7 @@ docs: $(VENV)/.docs reference
 
 bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-async
 
-bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-async: bench-%: $(VENV)/.dev
+bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-async bench-canary: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-train: bench-trl

@@ -102,5 +102,6 @@ def proof_notes(root: Path) -> list[str]:
     versions = ", ".join(map(str, [*unproven][-SHOWN:]))
     if len(unproven) > SHOWN:
         versions = f"… {versions}"
-    summary = f"served weights never proven: {len(unproven)} versions, {versions} ({last_reason})"
+    counts = f"{len(unproven)} in all"
+    summary = f"served weights never proven at versions {versions} ({counts}; {last_reason})"
     return [*faults.values(), summary]

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arealite.api.publisher import PublishReport
-from arealite.base.errors import RoleError, UserError
+from arealite.api.publisher import Generate, PublishReport
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.ext.distributed.config import DistributedPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.launcher.processes import IS_KEPT, PARENT
@@ -244,3 +244,31 @@ def test_server_killed_during_an_update_is_replaced_by_a_new_server(site: Server
     assert report.servers == 2
     assert site.holds(late) == site.holds(kept)
     assert len(publisher.members) == 1, "a group of the newcomer only"
+
+
+class Refuting:
+    """A proof that some servers never pass."""
+
+    def __init__(self, *wrong_ids: str) -> None:
+        self.wrong_ids = wrong_ids
+        self.asked: list[str] = []
+
+    def expect(self, version: int) -> None:
+        pass
+
+    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
+        self.asked.append(server_id)
+        return "other weights" if server_id in self.wrong_ids else ""
+
+
+def test_server_with_other_weights_is_updated_twice_and_quarantined(site: Servers) -> None:
+    first, second = sorted(entry.id for entry in site.names.list("llm_server"))
+    publisher = site.make()
+    publisher.proof = Refuting(first)
+    report = site.publish(7, "b")
+    assert report.quarantined == [first]
+    publisher.close()
+    site.make().proof = refuting = Refuting(first, second)
+    with pytest.raises(InvariantError, match="no server generates from version 8"):
+        site.publish(8, "b")
+    assert sorted(refuting.asked) == [first, first, second, second]

@@ -113,7 +113,7 @@ async def test_server_without_scores_is_named_once(publishing_site: Publishing) 
         warnings = [event for event in events if event["event"] == "served weights not proven"]
         assert [(warning["server"], warning["version"]) for warning in warnings] == [("s0", 0)]
         reason = "server s0: servers of this kind return no log-probabilities of prompts"
-        note = f"served weights never proven: 3 versions, 0, 1, 2 ({reason})"
+        note = f"served weights never proven at versions 0, 1, 2 (3 in all; {reason})"
         assert proof_notes(publishing_site.file.path.parent) == [note]
 
 
