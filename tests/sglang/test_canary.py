@@ -10,6 +10,7 @@ import pytest
 from arealite.base.errors import InvariantError
 from arealite.ext.sglang.sglang_control import SGLangControl
 from arealite.system.names.name_registry import NameRegistry
+from tests.ext.served_policy.conftest import patient as patient
 from tests.ext.served_policy.real_runs import RealRun, real_run
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import publishing

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import InvariantError
+from tests.ext.served_policy.conftest import patient as patient
 from tests.ext.served_policy.real_runs import real_run
 from tests.impl.engine.conftest import group as group
 from tests.vllm.inside_server import InsideServer
