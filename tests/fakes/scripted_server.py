@@ -99,6 +99,8 @@ class ScriptedServer(ABC):
     """First request of an update of weights from a folder, after the pause."""
     probe_paths: tuple[str, ...]
     """Requests with which a publisher begins."""
+    scores = False
+    """True: answers have log-probabilities of prompts, those of `tests/fakes/scores.py`."""
 
     def __init__(self, *, next_token: Callable[[list[int]], int] = next_letter, **settings: Any):
         self.next_token = next_token
@@ -112,8 +114,6 @@ class ScriptedServer(ABC):
         """Generations block after this many tokens until `release`."""
         self.stubborn = 0
         """Number of further requests to continue that are ignored."""
-        self.scores = True
-        """False: the answers have no log-probabilities of prompts."""
         self.ignores_loads = False
         """True: updates change the reported version, but not the weights."""
         self.keeps_prefixes = False

@@ -19,6 +19,7 @@ from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.rank_group import World
 from tests.fakes.scores import prompt_scores
+from tests.fakes.scripted_server import ScriptedServer
 from tests.impl.publisher.sites import Site, publishing, servers
 from tests.waiting import eventually
 
@@ -58,7 +59,8 @@ class Publishing:
 
 
 @pytest.fixture
-async def publishing_site(site: Site) -> AsyncIterator[Publishing]:
+async def publishing_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Publishing]:
+    monkeypatch.setattr(ScriptedServer, "scores", True)
     (site.tmp_path / "model" / "config.json").write_text('{"vocab_size": 320}')
     yield Publishing(site)
 
