@@ -42,6 +42,9 @@ LOAD_S = 1.0
 """Time limit of a request for the load; a server may not reply while it loads weights."""
 TERMINATE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. A paused SGLang with requests never exits by itself."""
+CLOSED_S = 5.0
+"""Time to exit for a server that has closed its port, for example because its engine has died. An
+open request can keep such a process alive."""
 KILL_S = 30.0
 SILENT = (DeadlineError, OSError)
 """Errors of a request to a server that does not reply."""
@@ -49,6 +52,10 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Pauses before the restarts of a server that dies repeatedly."""
 STEADY_S = 60.0
 """After this time of health, deaths of a server are counted from 0."""
+
+
+class PortClosed(RoleError):
+    """A server that has replied before refuses connections; it will not reply again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +117,8 @@ class ServerProcess(Supervisor):
         self._changed = asyncio.Event()
         self._replied = 0.0
         """Monotonic time of the last reply with the server's version."""
+        self._has_closed_port = False
+        """Whether the last connection was refused."""
         self._served = False
         """Whether the server was ever registered; an earlier failure is an error in the config."""
 
@@ -179,6 +188,8 @@ class ServerProcess(Supervisor):
                     heartbeat_s=self._registry.heartbeat_s,
                 )
         except (ArealiteError, OSError) as error:
+            if isinstance(error, PortClosed):
+                await asyncio.sleep(CLOSED_S)  # cancelled when the process exits by itself
             child.reason = str(error)
             child.kill()
         finally:
@@ -300,6 +311,7 @@ class ServerProcess(Supervisor):
 
         Raises:
             DeadlineError: the server is silent.
+            PortClosed: the server has closed its port.
             RoleError: the server needs a restart.
         """
         path = self.protocol.version_path
@@ -321,14 +333,20 @@ class ServerProcess(Supervisor):
         return version
 
     async def _sign_of_life(self, asking: "asyncio.Task[str | int | None]") -> None:
-        """Wait until the version is known, or a busy server answers `health_path`."""
+        """Wait until the version is known, or a busy server answers `health_path`.
+
+        Raises:
+            PortClosed: the server has closed its port.
+        """
+        health_path = self.protocol.health_path
         while True:
             await asyncio.wait([asking], timeout=HEALTH_S)
-            health_path = self.protocol.health_path
-            if asking.done() or (
-                health_path and await self._get(health_path, HEALTH_S) is not None
-            ):
+            if asking.done():
                 return
+            if health_path and await self._get(health_path, HEALTH_S) is not None:
+                return
+            if self._has_closed_port:
+                raise PortClosed("it has closed its port, and did not exit")
 
     async def _read_version(self, path: str) -> str | int | None:
         """Repeat a request for the version until the server replies."""
@@ -370,7 +388,12 @@ class ServerProcess(Supervisor):
         """Return the reply to a GET, or to a POST if there is a body; None without a reply."""
         url = self.address + path
         with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
-            status, raw = await self._pool.request(url, self._registry.headers(), body)
+            try:
+                status, raw = await self._pool.request(url, self._registry.headers(), body)
+            except ConnectionRefusedError:
+                self._has_closed_port = True
+                raise
+            self._has_closed_port = False
             if status < 400:
                 return raw
         return None

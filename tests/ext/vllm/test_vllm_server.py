@@ -318,6 +318,27 @@ async def test_server_whose_engine_died_is_restarted(program: VLLMProgram, model
         assert after.id == before.id
 
 
+async def test_server_that_closes_its_port_loses_its_entry_at_once_and_is_restarted(
+    program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM whose engine died waits for its open requests, perhaps for ever."""
+    monkeypatch.setattr(server_process, "HEALTH_S", 0.1)
+    settings = config(program, model_folder)
+    async with serving(settings):
+        (before,) = names(settings)
+        pid = before.value["pid"]
+        program.configure(closes=True)
+        await eventually(lambda: not names(settings), "no entry")
+        assert not has_exited(pid)
+        program.configure(closes=False)
+        with structlog.testing.capture_logs() as events:
+            await eventually(lambda: has_exited(pid), "the end of the process")
+            (after,) = await eventually(lambda: names(settings), "a restarted server")
+    assert after.value["pid"] != pid
+    (lost,) = [event for event in events if event["event"] == "server lost"]
+    assert "it has closed its port, and did not exit" in lost["error"]
+
+
 async def test_server_that_dies_at_its_first_token_shows_the_end_of_its_log(
     program: VLLMProgram, model_folder: Path
 ):
