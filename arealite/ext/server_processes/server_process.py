@@ -381,21 +381,41 @@ class ServerProcess(Supervisor):
             await asyncio.sleep(POLL_S)
 
     async def _get_json(self, path: str) -> Json:
-        """Return the JSON reply to a GET; {} without a reply in JSON."""
-        return json_object(await self._get(path, self._reply_s))
+        """Repeat a GET until the server replies; return its JSON, {} for an error or other content.
+
+        A busy vLLM may need a minute for facts about its machine.
+        """
+        while True:
+            reply = await self._request(path, self._reply_s)
+            if reply is not None:
+                status, raw = reply
+                return json_object(raw) if status < 400 else {}
+            await asyncio.sleep(POLL_S)
 
     async def _get(self, path: str, seconds: float, body: Json | None = None) -> bytes | None:
-        """Return the reply to a GET, or to a POST if there is a body; None without a reply."""
+        """Return the reply to a GET, or to a POST if there is a body; None if it is an error.
+
+        None, too, without a reply.
+        """
+        reply = await self._request(path, seconds, body)
+        if reply is None:
+            return None
+        status, raw = reply
+        return raw if status < 400 else None
+
+    async def _request(
+        self, path: str, seconds: float, body: Json | None = None
+    ) -> tuple[int, bytes] | None:
+        """Send one request; return status and body of the reply, None without a reply."""
         url = self.address + path
         with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
             try:
-                status, raw = await self._pool.request(url, self._registry.headers(), body)
+                reply = await self._pool.request(url, self._registry.headers(), body)
             except ConnectionRefusedError:
                 self._has_closed_port = True
                 raise
             self._has_closed_port = False
-            if status < 400:
-                return raw
+            return reply
         return None
 
     async def _drain(self, child: Child) -> None:
