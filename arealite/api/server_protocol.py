@@ -24,6 +24,9 @@ Json = dict[str, Any]
 Load = dict[str, int]
 """Numbers of requests: "running" and "waiting", and "capacity" (0: unknown)."""
 
+SERVER_START_S = 600.0
+"""How long a supervised server may load its model; its supervisor reports a failure."""
+
 
 @dataclass(slots=True, kw_only=True)
 class GenerateRequest:

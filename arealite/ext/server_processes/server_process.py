@@ -54,10 +54,6 @@ STEADY_S = 60.0
 """After this time of health, deaths of a server are counted from 0."""
 
 
-class PortClosed(RoleError):
-    """A server that has replied before refuses connections; it will not reply again."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerProgram:
     """A package that serves models."""
@@ -171,13 +167,12 @@ class ServerProcess(Supervisor):
         try:
             await self._healthy()
             healthy_since = time.monotonic()
-            registered = self._registry.registered(
+            async with self._registry.registered(
                 "llm_server",
                 self.entry_id,
                 self._value,
                 changed=self._changed,
-            )
-            async with registered:
+            ):
                 self._served = True
                 self.roles[0].budget.mark_up()
                 await follow(  # raises when the server is silent, or needs a restart
@@ -188,14 +183,12 @@ class ServerProcess(Supervisor):
                     heartbeat_s=self._registry.heartbeat_s,
                 )
         except (ArealiteError, OSError) as error:
-            if isinstance(error, PortClosed):
+            if self._has_closed_port:
                 await asyncio.sleep(CLOSED_S)  # cancelled when the process exits by itself
             child.reason = str(error)
             child.kill()
         finally:
-            healthy_s = time.monotonic() - healthy_since
-            if healthy_s > STEADY_S:
-                self._steady_runs += 1
+            self._steady_runs += time.monotonic() - healthy_since > STEADY_S
 
     def is_needed(self, role: Role, dead: Child) -> bool:
         """Return True: a server that was healthy once is always restarted.
@@ -311,8 +304,7 @@ class ServerProcess(Supervisor):
 
         Raises:
             DeadlineError: the server is silent.
-            PortClosed: the server has closed its port.
-            RoleError: the server needs a restart.
+            RoleError: the server needs a restart, or has closed its port.
         """
         path = self.protocol.version_path
         asking = asyncio.create_task(self._read_version(path), name=f"version of {self.address}")
@@ -336,17 +328,16 @@ class ServerProcess(Supervisor):
         """Wait until the version is known, or a busy server answers `health_path`.
 
         Raises:
-            PortClosed: the server has closed its port.
+            RoleError: the server has closed its port.
         """
         health_path = self.protocol.health_path
-        while True:
+        while not self._has_closed_port:
             await asyncio.wait([asking], timeout=HEALTH_S)
-            if asking.done():
+            if asking.done() or (
+                health_path and await self._get(health_path, HEALTH_S) is not None
+            ):
                 return
-            if health_path and await self._get(health_path, HEALTH_S) is not None:
-                return
-            if self._has_closed_port:
-                raise PortClosed("it has closed its port, and did not exit")
+        raise RoleError("it has closed its port, and did not exit")
 
     async def _read_version(self, path: str) -> str | int | None:
         """Repeat a request for the version until the server replies."""
@@ -362,11 +353,6 @@ class ServerProcess(Supervisor):
             return None if answer is None else self.protocol.read_load(answer)
         return None
 
-    async def _has_requests(self, seconds: float) -> bool:
-        """Return whether requests run or wait; False if the server does not reply in time."""
-        load = await self._load(seconds)
-        return load is not None and load["running"] + load["waiting"] > 0
-
     @property
     def _reply_s(self) -> float:
         """Time limit of a request that is repeated, in seconds."""
@@ -381,42 +367,23 @@ class ServerProcess(Supervisor):
             await asyncio.sleep(POLL_S)
 
     async def _get_json(self, path: str) -> Json:
-        """Repeat a GET until the server replies; return its JSON, {} for an error or other content.
+        """Return the JSON reply to a GET; {} without a reply in JSON.
 
         A busy vLLM may need a minute for facts about its machine.
         """
-        while True:
-            reply = await self._request(path, self._reply_s)
-            if reply is not None:
-                status, raw = reply
-                return json_object(raw) if status < 400 else {}
-            await asyncio.sleep(POLL_S)
+        return json_object(await self._get(path, self.options.start_timeout_s))
 
     async def _get(self, path: str, seconds: float, body: Json | None = None) -> bytes | None:
-        """Return the reply to a GET, or to a POST if there is a body; None if it is an error.
-
-        None, too, without a reply.
-        """
-        reply = await self._request(path, seconds, body)
-        if reply is None:
-            return None
-        status, raw = reply
-        return raw if status < 400 else None
-
-    async def _request(
-        self, path: str, seconds: float, body: Json | None = None
-    ) -> tuple[int, bytes] | None:
-        """Send one request; return status and body of the reply, None without a reply."""
+        """Return the reply to a GET, or to a POST if there is a body; None without a reply."""
         url = self.address + path
-        with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
-            try:
-                reply = await self._pool.request(url, self._registry.headers(), body)
-            except ConnectionRefusedError:
-                self._has_closed_port = True
-                raise
-            self._has_closed_port = False
-            return reply
-        return None
+        try:
+            with self._bounded(f"an answer of {url}", seconds):
+                status, raw = await self._pool.request(url, self._registry.headers(), body)
+        except SILENT as error:
+            self._has_closed_port = isinstance(error, ConnectionRefusedError)
+            return None
+        self._has_closed_port = False
+        return raw if status < 400 else None
 
     async def _drain(self, child: Child) -> None:
         """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.
@@ -426,7 +393,7 @@ class ServerProcess(Supervisor):
         """
         drain_s = self.options.drain_timeout_s
         with suppress(DeadlineError), self._bounded("its last requests", drain_s):
-            while await self._has_requests(drain_s):  # noqa: ASYNC110
+            while (load := await self._load(drain_s)) and load["running"] + load["waiting"]:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         child.send(signal.SIGTERM)
         with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):

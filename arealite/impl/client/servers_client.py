@@ -15,6 +15,7 @@ import msgspec
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.api.server_protocol import (
+    SERVER_START_S,
     AnswerStream,
     AnswerStreamMaker,
     GenerateRequest,
@@ -37,8 +38,6 @@ MAX_SERVER_ERRORS = 8
 MAX_BACKOFF_S = 2.0
 NO_ROUTING = "for SGLang, set --enable-return-routed-experts; else use collector.routing=ignore"
 RETRIED_STATUSES = frozenset((408, 425, 429))
-OWN_SERVER_S = 600.0
-"""How long a server that the run starts may load its model; its supervisor reports a failure."""
 COUNTERS = (
     *("requests", "interruptions", "resubmissions", "failovers"),
     *("server_errors", "stale_answers", "server_waits", "server_wait_s"),
@@ -107,7 +106,7 @@ class ServersClient(LLMClient):
         self._records_routing = args.trainer.ppo.collector.routing != "ignore"
         self._server_wait_s = args.server_wait_s
         if args.launcher.llm_servers:
-            self._server_wait_s = max(args.server_wait_s, OWN_SERVER_S)
+            self._server_wait_s = max(args.server_wait_s, SERVER_START_S)
         self._router = Router()
         self._directory = Directory(
             self._router,

@@ -19,7 +19,7 @@ from typing import TypeVar
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport, WeightPublisher
-from arealite.api.server_protocol import part_of_entry
+from arealite.api.server_protocol import SERVER_START_S, part_of_entry
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
@@ -262,8 +262,9 @@ class ServersPublisher(WeightPublisher):
 
         Raises:
             RoleError: No server confirmed it in `timeout_s`; the message has each server's error.
+                Without a registered server, the limit is SERVER_START_S: all may be starting.
         """
-        give_up = time.monotonic() + self.config.timeout_s
+        begin = time.monotonic()
         while True:
             servers = await self._find_servers()
             candidates = [server for server in servers if server.error is None] or servers
@@ -271,14 +272,15 @@ class ServersPublisher(WeightPublisher):
             confirmed = [server for server in candidates if server.confirmed_version == version]
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
-            if time.monotonic() >= give_up:
+            limit_s = self.config.timeout_s if servers else SERVER_START_S
+            if time.monotonic() - begin >= limit_s:
                 errors = "; ".join(
                     f"{server.id} at {server.address}: {server.error}" for server in servers
                 )
                 if not errors:
                     errors = f"None is registered in {self.registry.root}; start one."
                 raise RoleError(
-                    f"no server confirmed version {version} in {self.config.timeout_s:g} s "
+                    f"no server confirmed version {version} in {limit_s:g} s "
                     f"(trainer.ppo.publisher.timeout_s). {errors}"
                 )
             await asyncio.sleep(RETRY_S)
