@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -65,6 +65,7 @@ help:
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
 	@echo "make test-vllm    run the tests on a real vLLM server on the CPU, in $(VLLM_VENV); test-vllm-short: a part"
+	@echo "make test-vllm-kills  kill each process of a real vLLM server in each step of an update, an hour"
 	@echo "make test-learning  train the demo's task with each algorithm"
 	@echo "make test-models  compare every family of models with plain transformers; writes out/models.json (WRITE=1: docs/models.md)"
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
@@ -193,6 +194,10 @@ test-vllm: $(VENV)/.dev vllm
 # Tests marked vllm_short: guard, refused weights, and updates while the client generates.
 test-vllm-short: $(VENV)/.dev vllm
 	$(PYTEST) -m "vllm and vllm_short" tests/contracts tests/vllm
+
+# Three of these tests are a part of test-vllm. vLLM restarts after each kill.
+test-vllm-kills: $(VENV)/.dev vllm
+	$(PYTEST) -m vllm_kills -rP tests/vllm
 
 $(PEERS_VENV)/.dev: pyproject.toml
 	@$(call venv,$(PEERS_VENV))
