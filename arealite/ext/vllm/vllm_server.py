@@ -93,7 +93,7 @@ class VLLMServer(ServerGroup):
                 f"Name a Python that {VLLM.setup_script} made, or set llm_server.vllm.device=cuda."
             )
         size = head_size(model)
-        if size is not None and size not in CPU_HEAD_SIZES:
+        if size and size not in CPU_HEAD_SIZES:
             raise UserError(
                 f"model.path={self.config.model.path} has attention heads of {size} numbers, "
                 f"but vLLM has only {', '.join(map(str, sorted(CPU_HEAD_SIZES)))} on a CPU. "
@@ -116,6 +116,9 @@ class VLLMServer(ServerGroup):
         }
         if devices is None:
             required["VLLM_CPU_KVCACHE_SPACE"] = str(self.options.kv_cache_gb)
+            if self.options.enforce_eager is not False:
+                # Else the sampler is compiled at the first token, by g++ for half of the start.
+                required["TORCHDYNAMO_DISABLE"] = "1"
         else:
             required["CUDA_VISIBLE_DEVICES"] = devices
         return {**ENVIRONMENT, **os.environ, **required}

@@ -140,6 +140,21 @@ def test_environment_has_what_the_modules_inside_need(
     assert secret_file.read_text().strip() == trial_keys(settings)[0]
 
 
+@pytest.mark.parametrize(
+    ("enforce_eager", "compiles"), [(None, False), (True, False), (False, True)]
+)
+def test_cpu_server_compiles_its_sampler_only_if_it_is_not_eager(
+    program: VLLMProgram,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    enforce_eager: bool | None,
+    compiles: bool,
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    (launch,) = plan(config(program, model_folder, enforce_eager=enforce_eager))
+    assert ("TORCHDYNAMO_DISABLE" not in launch.environment) == compiles
+
+
 def test_server_of_a_trial_without_security_has_no_secret(
     program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

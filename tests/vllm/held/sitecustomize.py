@@ -21,13 +21,6 @@ from typing import Any
 HOLD_FOLDER = "AREALITE_TEST_HOLD_FOLDER"
 MODULE = "arealite_vllm_weights"
 POLL_S = 0.01
-FORKED_MODULES = (
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.engine.core",
-    "vllm.model_executor.models.qwen2",
-    "vllm.model_executor.model_loader.default_loader",
-)
 
 
 def wait_if_asked(step: str) -> None:
@@ -104,7 +97,3 @@ class HoldingFinder(MetaPathFinder):
 
 if HOLD_FOLDER in os.environ:
     sys.meta_path.insert(0, HoldingFinder())
-if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork" and "serve" in sys.orig_argv:
-    # Modules that engine and worker would import after their fork.
-    for name in FORKED_MODULES:
-        importlib.import_module(name)
