@@ -30,7 +30,7 @@ from tests.sglang.shared import call
 from tests.vllm.supervised import SupervisedTrial, Weights, supervised_trial
 from tests.waiting import eventually, has_exited, until_exited
 
-pytestmark = [pytest.mark.vllm_kills, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm_kills, pytest.mark.timeout(3000)]
 LANES = 6
 TOKENS = 150
 TEMPERATURE = 0.8
