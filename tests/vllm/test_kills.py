@@ -1,7 +1,7 @@
 """Kills each process of a real vLLM server in each step of an update, while the client generates.
 
-The server is one that `serve-llm` supervises. Three tests are a part of `make test-vllm`; all run by
-`make test-vllm-kills` (an hour or more: vLLM restarts after each).
+The server is one that `serve-llm` supervises. Three tests are a part of `make test-vllm`.
+`make test-vllm-kills` runs all; it takes an hour or more, because vLLM restarts after each.
 """
 
 from __future__ import annotations
