@@ -13,7 +13,7 @@ import pytest
 
 from arealite.ext.embedded import protocol
 from tests.attacks.conftest import Live
-from tests.attacks.test_strangers_http import READS, ROUTES
+from tests.attacks.kinds import EMBEDDED, KIND
 from tests.e2e.conftest import SLOW_S
 from tests.waiting import until
 
@@ -35,22 +35,57 @@ BODIES: dict[str, Any] = {
     "/destroy_weights_update_group": protocol.DestroyWeightsUpdateGroupReqInput,
     "/update_weight_version": protocol.UpdateWeightVersionReqInput,
 }
-SLOW = {"/init_weights_update_group"}
+RPC_BODY = {
+    "type": "object",
+    "properties": {
+        "method": {"enum": ["arealite_check_weights", "arealite_state", "owned"]},
+        "args": {},
+        "kwargs": {"type": "object", "properties": {"path": {}, "shapes": {}, "unused": {}}},
+        "timeout": {},
+    },
+}
+"""Body of vLLM's /collective_rpc, which calls methods of its workers."""
+SLOW = {KIND.join}
 """A valid request waits a minute for its host; test_insiders_http.py tests some."""
 PROBE = "/ready"
 """Answers 503 while a fuzzed request has paused generation. test_strangers_http.py asks for it."""
-WELL, REFUSED = [200], [400, 404, 405, 413]
+WELL = [200]
+REFUSED = sorted({405, *KIND.refusals, *KIND.fuzz_refusals})
+CHECKS = "status_code_conformance" + ",not_a_server_error" * (500 not in REFUSED)
 
 
-def schema(statuses: list[int]) -> dict[str, Any]:
+def schema_of(live: Live, statuses: list[int]) -> dict[str, Any]:
     """Return a schema of the server's routes with the types of their bodies."""
+    answers = {str(status): {"description": "as it says"} for status in statuses}
+    return embedded_schema(answers) if KIND is EMBEDDED else served_schema(live, answers)
+
+
+def served_schema(live: Live, answers: dict[str, Any]) -> dict[str, Any]:
+    """Return the server's own schema of the routes of the lists, with other answers."""
+    schema = live.read("/openapi.json")
+    paths = dict[str, Any]()
+    for path, methods in schema["paths"].items():
+        if path in SLOW or path not in {*KIND.posts, *KIND.gets}:
+            continue
+        paths[path] = {name: method | {"responses": answers} for name, method in methods.items()}
+        if path in KIND.posts and "requestBody" not in paths[path]["post"]:
+            fields = {name: {} for name in KIND.posts[path]}
+            body = {"type": "object", "properties": fields}
+            if path == "/collective_rpc":
+                body = RPC_BODY
+            content = {"application/json": {"schema": body}}
+            paths[path]["post"]["requestBody"] = {"content": content}
+    assert {*KIND.posts} - SLOW <= {*paths}
+    return schema | {"paths": paths}
+
+
+def embedded_schema(answers: dict[str, Any]) -> dict[str, Any]:
     template = "#/components/schemas/{name}"
     _, parts = msgspec.json.schema_components([*BODIES.values()], ref_template=template)
-    answers = {str(status): {"description": "as it says"} for status in statuses}
     paths: dict[str, Any] = {
-        path: {"get": {"responses": answers}} for path in READS if path != PROBE
+        path: {"get": {"responses": answers}} for path in [*KIND.gets, "/nowhere"] if path != PROBE
     }
-    for path in ROUTES.keys() - SLOW:
+    for path in KIND.posts.keys() - SLOW:
         name = BODIES[path].__name__ if path in BODIES else ""
         body = {"$ref": template.format(name=name)} if name else {"type": "object"}
         content = {"content": {"application/json": {"schema": body}}}
@@ -64,13 +99,13 @@ def fuzz(
 ) -> int:
     """Run schemathesis without the token on its command line; return the number of requests."""
     file, told = folder / "schema.json", folder / "requests.ndjson"
-    file.write_text(json.dumps(schema(statuses)))
+    file.write_text(json.dumps(schema_of(live, statuses)))
     lines = ["[headers]", *(f"{name} = {json.dumps(text)}" for name, text in headers.items())]
     (folder / "schemathesis.toml").write_text("\n".join(lines))
     done = subprocess.run(
         [
             *(PROGRAM, "run", str(file), "--url", live.server, "--phases", phases),
-            *("--checks", "not_a_server_error,status_code_conformance", "--no-shrink"),
+            *("--checks", CHECKS, "--no-shrink"),
             *("--max-examples", str(EXAMPLES), "--seed", "16", "--generation-deterministic"),
             *("--request-timeout", str(SLOW_S), "--suppress-health-check", "all"),
             *("--continue-on-failure", "--warnings", "off", "--no-color"),
@@ -97,3 +132,4 @@ def test_fuzzed_requests_with_the_token_do_not_stop_the_run(live: Live, tmp_path
     until(live.is_untouched, what="the trainer's version", seconds=SLOW_S)
     live.wait_for_steps(5)
     assert live.pids() == live.roles
+    assert live.server_pid == live.first_server_pid
