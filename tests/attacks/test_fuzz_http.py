@@ -14,13 +14,13 @@ import pytest
 from arealite.ext.embedded import protocol
 from tests.attacks.conftest import Live
 from tests.attacks.kinds import EMBEDDED, KIND
-from tests.e2e.conftest import SLOW_S
+from tests.e2e.conftest import SLOW_S, START_S
 from tests.waiting import until
 
 PROGRAM = os.environ.get("SCHEMATHESIS", "")
 pytestmark = [
     pytest.mark.attacks,
-    pytest.mark.timeout(2 * SLOW_S),
+    pytest.mark.timeout(START_S + SLOW_S),
     pytest.mark.skipif(not PROGRAM, reason="needs schemathesis, which make test-attacks installs"),
 ]
 
@@ -114,7 +114,7 @@ def fuzz(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=SLOW_S,
+        timeout=START_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return told.read_text().count('"status_code"')

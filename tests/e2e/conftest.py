@@ -30,11 +30,11 @@ START_S = 1200.0
 LEARNING = [
     "trainer.ppo.collector.env.math.reward.type=function",
     "trainer.ppo.collector.env.math.reward.function.paths="
-    f"[{Path(__file__).with_name('digits.py')}:begins_with_digit]",
-    "trainer.ppo.lr=1e-3",
+    f"[{Path(__file__).with_name('alternating.py')}:alternating]",
+    "trainer.ppo.lr=1e-4",
     "trainer.ppo.optimizer.warmup_steps=0",
 ]
-"""Options with which each step changes the weights of a random model: exact answers are rare."""
+"""Options with which each step changes the weights of a random model, whose answers are wrong."""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

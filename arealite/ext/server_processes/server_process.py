@@ -363,8 +363,11 @@ class ServerProcess(Supervisor):
             await asyncio.sleep(POLL_S)
 
     async def _get_json(self, path: str) -> Json:
-        """Return the JSON reply to a GET; {} without a reply in JSON."""
-        return json_object(await self._get(path, self._reply_s))
+        """Return the JSON reply to a GET; {} without a reply in JSON.
+
+        A server that has no time to reply is not one without the route, so the limit is long.
+        """
+        return json_object(await self._get(path, self.options.start_timeout_s))
 
     async def _get(self, path: str, seconds: float, body: Json | None = None) -> bytes | None:
         """Return the reply to a GET, or to a POST if there is a body; None without a reply."""

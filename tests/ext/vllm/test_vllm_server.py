@@ -24,6 +24,7 @@ from arealite.base.errors import UserError
 from arealite.ext.server_processes import server_process
 from arealite.ext.server_processes.server_process import Launch, ServerProcess
 from arealite.ext.vllm.vllm_control import NEEDS_RESTART
+from arealite.ext.vllm.vllm_protocol import VLLMProtocol
 from arealite.ext.vllm.vllm_server import INSIDE, REQUIRED_ARGUMENTS, SECRET_VARIABLE, VLLMServer
 from arealite.impl.http_client import Pool
 from arealite.system.names.name_registry import NameRegistry
@@ -316,6 +317,17 @@ async def test_server_whose_engine_died_is_restarted(program: VLLMProgram, model
             "its name after the restart",
         )
         assert after.id == before.id
+
+
+async def test_server_without_time_to_describe_itself_is_not_one_without_routes(
+    program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The time limit of a start counts, not that of a reply."""
+    monkeypatch.setattr(VLLMProtocol, "status_s", 0.1)
+    program.configure(hangs=["/server_info"])
+    settings = config(program, model_folder, silence_s=0.3, start_timeout_s=3.0)
+    with pytest.RaisesGroup(pytest.RaisesExc(UserError, match=r"waited 3\.0 s for http")):
+        await VLLMServer(settings).serve()
 
 
 async def test_server_that_dies_at_its_first_token_shows_the_end_of_its_log(
