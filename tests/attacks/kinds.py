@@ -74,6 +74,8 @@ class ServerKind:
     """Statuses of refused requests with the token."""
     fuzz_refusals: tuple[int, ...] = ()
     """Further statuses of refused requests of the fuzzer."""
+    large_bodies: frozenset[str] = frozenset()
+    """Paths whose bodies have so many fields that requests for each would take hours."""
 
     def spell(self, body: bytes) -> bytes:
         """Return a body of the embedded server with the names of this kind."""
@@ -183,6 +185,7 @@ VLLM = ServerKind(
     checks_numbers=False,
     refusals=(400, 404, 409, 413, 422, 500),
     fuzz_refusals=(415, 501, 503),
+    large_bodies=frozenset(("/inference/v1/generate", "/v1/completions")),
 )
 KINDS = {"embedded": EMBEDDED, "vllm": VLLM}
 NAME = os.environ.get("ATTACKED_SERVER") or "embedded"
