@@ -72,6 +72,8 @@ class ServerKind:
     """Whether weights that are not finite are refused."""
     refusals: tuple[int, ...] = (400, 404, 413, 422)
     """Statuses of refused requests with the token."""
+    too_large: tuple[int, ...] = (413,)
+    """Statuses for a body without an end. Its connection may also be closed."""
     fuzz_refusals: tuple[int, ...] = ()
     """Further statuses of refused requests of the fuzzer."""
     large_bodies: frozenset[str] = frozenset()
@@ -184,6 +186,7 @@ VLLM = ServerKind(
     checks_host=False,
     checks_numbers=False,
     refusals=(400, 404, 409, 413, 422, 500),
+    too_large=(413, 400, 404),  # vLLM sees that its client is gone, or does not read the body
     fuzz_refusals=(415, 501, 503),
     large_bodies=frozenset(("/inference/v1/generate", "/v1/completions")),
 )

@@ -49,7 +49,8 @@ async def session(live: Live) -> AsyncIterator[aiohttp.ClientSession]:
 async def post(session: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, str]:
     """Post a body of the embedded server in the spelling of the attacked kind."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
+    # vLLM closes a connection after an internal error, when the next request may be on its way.
+    headers = {"Content-Type": "application/json", "Connection": "close"}
     async with session.post(path, data=KIND.spell(data), headers=headers) as answer:
         return answer.status, await answer.text()
 
@@ -96,7 +97,7 @@ async def test_nested_body_is_refused_or_changes_nothing(
     session: aiohttp.ClientSession, path: str
 ) -> None:
     status, _ = await post(session, path, b'{"names": ' + NESTED + b', "mode": ' + NESTED + b"}")
-    assert status in KIND.refusals
+    assert status in KIND.refusals or (status == 200 and path in KIND.takes_any_body)
 
 
 async def gigabyte() -> AsyncIterator[bytes]:
@@ -113,7 +114,7 @@ async def test_body_of_a_gigabyte_is_refused_before_it_is_read(
     headers = {} if is_chunked else {"Content-Length": str(GIGABYTE)}
     try:
         async with session.post(path, data=gigabyte(), headers=headers) as answer:
-            assert answer.status == 413
+            assert answer.status in KIND.too_large
     except aiohttp.ClientOSError:
         pass  # closed during the send
 
@@ -183,7 +184,7 @@ async def test_fifo_instead_of_weights_is_refused(
     session: aiohttp.ClientSession, folder: Path, name: str
 ) -> None:
     path = folder / name if name else folder.parent / "fifo"
-    if name.endswith(".json"):
+    if name not in ("", "model.safetensors"):  # else the file is not read
         (folder / "model.safetensors").unlink()
     with fifo(path):
         is_refused, said = await refuses(session, folder if name else path)
