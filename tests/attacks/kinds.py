@@ -177,7 +177,8 @@ VLLM = ServerKind(
         ("/shutdown_weight_transfer_engine", {}),
     ],
     join="/init_weight_transfer_engine",
-    join_body=lambda group: {"init_info": group},
+    # vLLM generates nothing while it waits for a group; with its 60 s the trainer would give up.
+    join_body=lambda group: {"init_info": {"timeout_s": 20.0, **group}},
     takes_any_body=frozenset(
         ("/pause", "/resume", "/reset_prefix_cache", "/shutdown_weight_transfer_engine")
     ),
