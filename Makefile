@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -59,12 +59,14 @@ help:
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"
 	@echo "make test-docs    run every tutorial and every example as written"
 	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
-	@echo "make test-attacks attack live runs: unauthorized clients, web pages, broken peers"
+	@echo "make test-attacks attack live runs: unauthorized clients, web pages, broken peers;"
+	@echo "                  BACKEND=vllm: the attacks on a server, on a real vLLM server on the CPU"
 	@echo "make test-agents  run real agent programs against a gateway; installs them into $(AGENTS_VENV)"
 	@echo "make test-verifiers  run an environment of verifiers through the gateway; installs it into $(VERIFIERS_VENV)"
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
-	@echo "make test-vllm    run the tests on a real vLLM server on the CPU, in $(VLLM_VENV); test-vllm-short: a part"
+	@echo "make test-vllm    run the tests on a real vLLM server on the CPU, in $(VLLM_VENV), also beside SGLang; test-vllm-short: a part"
+	@echo "make test-vllm-kills  kill each process of a real vLLM server in each step of an update, an hour"
 	@echo "make test-learning  train the demo's task with each algorithm"
 	@echo "make test-models  compare every family of models with plain transformers; writes out/models.json (WRITE=1: docs/models.md)"
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
@@ -138,9 +140,10 @@ $(ATTACKS_VENV)/.dev: Makefile
 	@$(call install,schemathesis,$(ATTACKS_VENV)) "schemathesis>=4.32,<5"
 	@touch $@
 
-# Unauthorized clients, web pages and broken peers against live runs.
-test-attacks: $(VENV)/.envs $(ATTACKS_VENV)/.dev
-	SCHEMATHESIS=$(abspath $(ATTACKS_VENV))/bin/schemathesis $(PYTEST) -m attacks tests/attacks
+# Unauthorized clients, web pages and broken peers against live runs. BACKEND=vllm: the attacks on a
+# server, on a real vLLM.
+test-attacks: $(VENV)/.envs $(ATTACKS_VENV)/.dev $(filter vllm,$(BACKEND))
+	ATTACKED_SERVER=$(BACKEND) SCHEMATHESIS=$(abspath $(ATTACKS_VENV))/bin/schemathesis $(PYTEST) -m attacks tests/attacks
 
 # Real agent programs against a gateway; writes out/agents.json. RECORD=1 also writes the corpora.
 test-agents: $(VENV)/.dev $(AGENTS_VENV)/.dev
@@ -187,12 +190,17 @@ test-sglang: $(VENV)/.dev sglang
 test-sglang-short: $(VENV)/.dev sglang
 	$(PYTEST) -m "sglang and sglang_short" tests/contracts tests/sglang
 
-test-vllm: $(VENV)/.dev vllm
+# One test has a run with servers of all kinds.
+test-vllm: $(VENV)/.dev vllm sglang
 	$(PYTEST) -m vllm tests/contracts tests/vllm
 
 # Tests marked vllm_short: guard, refused weights, and updates while the client generates.
 test-vllm-short: $(VENV)/.dev vllm
 	$(PYTEST) -m "vllm and vllm_short" tests/contracts tests/vllm
+
+# Three of these tests are a part of test-vllm. vLLM restarts after each kill.
+test-vllm-kills: $(VENV)/.dev vllm
+	$(PYTEST) -m vllm_kills -rP tests/vllm
 
 $(PEERS_VENV)/.dev: pyproject.toml
 	@$(call venv,$(PEERS_VENV))
@@ -255,9 +263,9 @@ docs: $(VENV)/.docs reference
 	$(PY) -m mkdocs build --quiet
 	@echo "out/site/index.html"
 
-bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-async
+bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async
 
-bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-async: bench-%: $(VENV)/.dev
+bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async bench-canary: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-train: bench-trl

@@ -20,3 +20,16 @@ def controls_in(text: str) -> list[str]:
 def foreign_controls_in(text: str) -> list[str]:
     """Return the control characters in a terminal's output, without those of the panel."""
     return controls_in(RICH.sub("", text))
+
+
+BROKEN_INDEXES = [
+    "[]",
+    "null",
+    "{}",
+    '{"weight_map": []}',
+    '{"weight_map": {"a": 5}}',
+    '{"weight_map": {"a": "\\u0000"}}',
+    '{"weight_map": {"a": "/dev/zero"}}',
+    "[" * 100_000,
+]
+"""Contents of model.safetensors.index.json."""

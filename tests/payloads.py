@@ -10,7 +10,7 @@ from arealite.api.payloads import Payload, to_frames
 from arealite.api.rollout_messages import Episode, Result
 from arealite.api.trajectory import Segment, TurnNode
 from arealite.api.trajectory_tree import TrajectoryTree
-from arealite.api.turns import digest
+from arealite.api.turns import digest, digest_of_answer
 from arealite.ext.older_runs.segments import OldSegment, tree_of
 
 GARBAGE = Payload(prompt=b"", turns=b"garbage")
@@ -50,7 +50,7 @@ def with_digests(payload: Payload) -> Payload:
         msgspec.structs.replace(
             turn,
             prompt_digest=digest(tree.tokens(index, tree.starts[index])),
-            answer_digest=digest(turn.ids + turn.logprobs + turn.versions),
+            answer_digest=digest_of_answer(turn.ids, turn.logprobs, turn.versions, turn.extras),
         )
         for index, turn in enumerate(tree.turns)
     ]

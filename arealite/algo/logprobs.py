@@ -3,7 +3,7 @@
 Plain autograd would keep [N, V] logits and probabilities for the backward pass. This autograd
 function keeps one number per token and, without a softcap, the last chunk. It computes the other
 chunks again. The last chunk costs no memory: the backward pass begins with a chunk in memory.
-Shapes: N = tokens, H = hidden size, V = vocabulary.
+Shapes: N = tokens, M = ids of a token, H = hidden size, V = vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from arealite.base import entries
 
 BLOCK = 4096
 """Rows of a product that is added to a sum, so that the product needs little memory."""
+NO_LOGPROB = -1e4
+"""Logprob of the id -1. exp of it is 0, and 0 times it is 0: with -inf that would be NaN."""
 
 
 class MatrixProducts:
@@ -93,7 +95,7 @@ class OutputHead(NamedTuple):
 def token_logprobs(
     hidden_NH: Tensor,
     head: OutputHead,
-    targets_N: Tensor,
+    ids: Tensor,
     *,
     temperature_N: Tensor,
     chunk: int,
@@ -103,17 +105,37 @@ def token_logprobs(
     Args:
         hidden_NH: Hidden states before the head.
         head: Weight, bias and change of the logits.
-        targets_N: int64, the token whose logprob is wanted.
+        ids: int64 [N] or [N, M], the ids whose logprobs are wanted. The logprob of -1 is
+            NO_LOGPROB, without a gradient.
         temperature_N: Sampling temperature of each token.
         chunk: Tokens whose logits are computed at a time, in the forward and the backward pass.
 
     Returns:
-        (logprobs, entropies), float32 [N] each. Logits are converted to float32.
+        (logprobs like `ids`, entropies [N]), float32. Logits are converted to float32.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply  # pyright: ignore
     weight, bias, change = head
     hidden_NH = hidden_NH.to(weight.dtype)  # Mamba's last norm returns float32 in every dtype
-    return apply(hidden_NH, weight, bias, targets_N, temperature_N, (change, chunk))
+    return apply(hidden_NH, weight, bias, ids, temperature_N, (change, chunk))
+
+
+def kept_set_logprobs(logprobs_NM: Tensor, is_truncated_N: Tensor) -> Tensor:
+    """Return logprobs under the policy that is truncated as the sampler was.
+
+    A truncated sampler draws from a kept set S, and log π(y | S) = log π(y) − log Σ_S π. Source:
+    arXiv 2512.02556, section 3.1.
+
+    Args:
+        logprobs_NM: Logprobs of the sampled token, then of the ids of S; -1 where S has fewer.
+        is_truncated_N: Whether the sampler was truncated; the other tokens keep their logprobs.
+    """
+    set_logprob_N1 = logprobs_NM[:, 1:].logsumexp(-1, keepdim=True)
+    return torch.where(is_truncated_N[:, None], logprobs_NM - set_logprob_N1, logprobs_NM)
+
+
+def _columns(values: Tensor) -> Tensor:
+    """Return values [N] or [N, M] as [N, M]."""
+    return values[:, None] if values.dim() == 1 else values
 
 
 def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -123,18 +145,21 @@ def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, targets, temperature, (change, chunk) = inputs
+        hidden, weight, bias, ids, temperature, (change, chunk) = inputs
         head = OutputHead(weight, bias, change)
         logp = None
-        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
+        logprobs = hidden.new_empty(ids.shape, dtype=torch.float32)
+        logprobs_NM = _columns(logprobs)
+        ids_NM = _columns(ids).clamp(min=0)
+        entropy = hidden.new_empty(len(ids), dtype=torch.float32)
+        for start in range(0, len(ids), chunk):
             part = slice(start, start + chunk)
             logp = None  # frees the chunk before
             logp = _log_softmax(head.logits(hidden[part]), temperature[part])
-            logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
+            logprobs_NM[part] = logp.gather(1, ids_NM[part])
             entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy)
+        logprobs.masked_fill_(ids < 0, NO_LOGPROB)
+        ctx.save_for_backward(hidden, weight, bias, ids, temperature, entropy)
         ctx.options = change, chunk
         ctx.last_logp = None
         if any(ctx.needs_input_grad) and not change.softcap:
@@ -145,15 +170,18 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, temperature, entropy = ctx.saved_tensors
         change, chunk = ctx.options
         head = OutputHead(weight, bias, change)
         grad_logp, grad_entropy = grads
+        if grad_logp is not None:
+            grad_logp = _columns(grad_logp.masked_fill(ids < 0, 0.0))
+        ids_NM = _columns(ids).clamp(min=0)
         _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for start in reversed(range(0, len(targets), chunk)):
+        for start in reversed(range(0, len(ids), chunk)):
             part = slice(start, start + chunk)
             logp = ctx.last_logp
             ctx.last_logp = None
@@ -162,9 +190,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 logp, slope = _logp_and_slope(head, hidden[part], temperature[part])
             grad_z = _grad_z(
                 logp,
-                targets[part, None],
+                ids_NM[part],
                 entropy[part, None],
-                grad_logp=None if grad_logp is None else grad_logp[part, None],
+                grad_logp=None if grad_logp is None else grad_logp[part],
                 grad_entropy=None if grad_entropy is None else grad_entropy[part, None],
             )
             grad_z = grad_z.div_(temperature[part, None] / change.scale)
@@ -200,7 +228,7 @@ def _logp_and_slope(
 
 def _grad_z(
     logp: Tensor,
-    targets: Tensor,
+    ids: Tensor,
     entropy: Tensor,
     *,
     grad_logp: Tensor | None,
@@ -208,18 +236,18 @@ def _grad_z(
 ) -> Tensor:
     """Return the gradient of z, the logits of a chunk after the temperature; overwrite `logp`.
 
-    ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy). In place: the peak is two logit
-    chunks (with a softcap three), besides the gradient of the head.
+    ∂logp_t/∂z = 1_t − p, summed over the ids t of a token, and ∂entropy/∂z = −p (log p + entropy).
+    In place: the peak is two logit chunks (with a softcap three), besides the gradient of the head.
     """
     if grad_entropy is None:
         assert grad_logp is not None
-        grad_z = logp.exp_().mul_(-grad_logp)
+        grad_z = logp.exp_().mul_(-grad_logp.sum(-1, keepdim=True))
     else:
         grad_z = logp.exp()
         factor = logp.add_(entropy).mul_(grad_entropy)
         if grad_logp is not None:
-            factor.add_(grad_logp)
+            factor.add_(grad_logp.sum(-1, keepdim=True))
         grad_z.mul_(factor.neg_())
     if grad_logp is not None:
-        grad_z.scatter_add_(1, targets, grad_logp)
+        grad_z.scatter_add_(1, ids, grad_logp)
     return grad_z

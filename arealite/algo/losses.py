@@ -5,13 +5,13 @@ Shapes: N = loss tokens of a micro-batch.
 
 import torch
 
+from arealite.algo.centering import centering_terms
+from arealite.algo.ratios import MAX_LOG_RATIO, capped_weight, in_interval
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig, objectives
 from arealite.api.engine import LossFn, LossInput
 from arealite.base.errors import UserError
 
 LossStats = dict[str, torch.Tensor]
-MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios. exp of larger values may be inf, and inf · 0 would make gradients NaN."""
 
 
 def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
@@ -20,7 +20,9 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
     Decoupled (arXiv 2505.24298 eq. 5): the ratio is u = π_θ/π_prox, and the behaviour weight w is
     computed from π_prox/π_behav without a gradient (see _behav_weight). Coupled (arXiv 1707.06347):
     u = π_θ/π_behav and w = 1. With `ratio=sequence`, u is one number per row (GSPO, arXiv
-    2507.18071). The objective is the part `config.objective`.
+    2507.18071). The objective is the part `config.objective`. With `centering`, A · C of
+    `centering_terms` is added for each token, also for those that a token-level mask removes: C is
+    the expectation over all ids, with the mask of each.
 
     The loss reads these fields, float32 [N] each: advantages, loss_weight, behav_logprobs;
     prox_logprobs if decoupled; ref_logprobs if the KL is part of the loss; optional keep (M2PO),
@@ -47,10 +49,21 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
         _check_terms(terms_N, ratio_N, config.objective)
         stats = _ratio_stats(config, ratio_N.detach(), log_ratio_N.detach(), advantages_N)
         kept_N = weight_N
+        w_N = None
         if config.decoupled:
             w_N, mask_N = _behav_weight(config, fields, batch.rows_N, stats)
             terms_N = w_N * terms_N
             kept_N = weight_N if mask_N is None else weight_N * mask_N
+        centering_N = None
+        if config.centering:
+            centering_N, centering_stats = centering_terms(
+                config,
+                objective,
+                batch,
+                log_ratio_N=log_ratio_N,
+                behav_weight_N=w_N,
+            )
+            stats |= centering_stats
         keep_N = fields.get("keep")
         if keep_N is not None:
             stats["m2_masked_frac"] = 1.0 - keep_N
@@ -63,6 +76,9 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
             stats["kl_ref"] = kl_N.detach()
             terms_N = terms_N + kl_coef * kl_N
         loss = (kept_N * terms_N).sum()
+        if centering_N is not None:
+            centering_weight_N = weight_N if keep_N is None else weight_N * keep_N
+            loss = loss + (centering_weight_N * centering_N).sum()
         return loss, weighted_sums(stats, weight_N, loss)
 
     return loss_fn
@@ -155,16 +171,12 @@ def _behav_weight(
     """
     diff_N = fields["prox_logprobs"] - fields["behav_logprobs"]
     raw_N = _log_ratio(diff_N, rows_N, config.behav_weight_level).exp()
-    w_N = raw_N
+    w_N = capped_weight(config, raw_N)
     mask_N = None
     cap = config.behav_weight_cap
     masks = config.behav_weight == "mask"
     if cap is not None and masks:
-        is_kept_N = (raw_N <= cap) & (raw_N >= 1.0 / cap)
-        mask_N = is_kept_N.to(raw_N.dtype)
-        w_N = raw_N * mask_N
-    elif cap is not None:
-        w_N = raw_N.clamp(max=cap)
+        mask_N = in_interval(raw_N, cap)
     changed_stat = "behav_masked_frac" if masks else "behav_capped_frac"
     stats[changed_stat] = w_N != raw_N
     stats["behav_weight"] = w_N

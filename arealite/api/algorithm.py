@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
-CANNOT_CLIP_DUAL = ("cispo", "sapo", "reinforce")
+CANNOT_CLIP_DUAL = ("cispo", "sapo", "reinforce", "dppo_tv", "dppo_kl")
 """Objectives without a dual clip."""
+BOUNDS_DIVERGENCE = ("dppo_tv", "dppo_kl")
+"""Objectives whose trust region is around the policy that sampled the token."""
 Objective = Callable[
     ["LossConfig", "torch.Tensor", "torch.Tensor", "torch.Tensor"],
     "torch.Tensor",
@@ -56,11 +58,16 @@ class LossConfig:
     objective: str = named(
         "policy_objective",
         "ppo",
-        "ppo clips the ratio, cispo clips its weight, sapo gates it, reinforce has none",
+        "ppo clips the ratio, cispo clips its weight, sapo gates it, reinforce has none, "
+        "dppo_tv and dppo_kl bound the divergence",
     )
     ratio: Literal["token", "sequence"] = opt("token", "sequence: geometric mean of a row (GSPO)")
-    eps_low: float = opt(0.2, "lower clip range: ratio at least 1 - eps_low", at_least=0)
-    eps_high: float = opt(0.2, "upper clip range: ratio at most 1 + eps_high", at_least=0)
+    eps_low: float = opt(
+        0.2, "lower clip range: ratio at least 1 - eps_low; dppo: divergence if A < 0", at_least=0
+    )
+    eps_high: float = opt(
+        0.2, "upper clip range: ratio at most 1 + eps_high; dppo: divergence if A > 0", at_least=0
+    )
     dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages", above=1)
     sapo_tau: float = opt(1.0, "SAPO's temperature for positive advantages", above=0)
     sapo_tau_neg: float = opt(1.05, "SAPO's temperature for negative advantages", above=0)
@@ -74,6 +81,9 @@ class LossConfig:
     behav_weight_cap: float | None = opt(5.0, "cap of the behaviour weight; null: none", above=0)
     m2_threshold: float | None = opt(
         None, "M2PO: mask the most off-policy tokens; the mean square of the rest is below", above=0
+    )
+    centering: bool = opt(
+        False, "score centering: subtract the sampler's expected gradient from that of each token"
     )
     entropy_coef: float = opt(0.0, "coefficient of the entropy bonus", above=-inf)
     reduction: Reduction = opt("token_mean", "reduction of token losses to a batch's loss")
@@ -99,6 +109,14 @@ class LossConfig:
         yield (
             is_ratio_used,
             f"ratio={self.ratio} has no effect with {objective}, which has no ratio. Use token.",
+        )
+        is_around_sampler = self.ratio == "token" and not self.decoupled
+        yield (
+            is_around_sampler or self.objective not in BOUNDS_DIVERGENCE,
+            (
+                f"{objective} bounds the divergence from the policy that sampled each token. "
+                "Use trainer.ppo.loss.decoupled=false and trainer.ppo.loss.ratio=token."
+            ),
         )
         yield from self._weight_constraints()
 

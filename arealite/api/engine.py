@@ -1,6 +1,7 @@
 """The train-engine interface: an engine has one model, its shards and its optimizer.
 
-Trainers pass rows of different lengths. Shapes: T = tokens of a row, N = loss tokens.
+Trainers pass rows of different lengths. Shapes: T = tokens of a row, N = loss tokens, K = top ids
+of a token.
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ class Sequence:
     tokens only: the token's logprob, or the value of the state in which it was sampled."""
     temperature: float
     fields: dict[str, np.ndarray] = field(default_factory=lambda: dict[str, "np.ndarray"]())
-    """Inputs of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …"""
+    """Inputs of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …;
+    float32 [T, K]: behav_top_logprobs, the sampler's logprobs of `top_ids`."""
     routing: np.ndarray | None = None
     """uint8 [T, bytes]: the experts that a server chose, as in `Segment.routing`."""
+    top_ids: np.ndarray | None = None
+    """int32 [T, K]: ids whose logprobs are an output, -1: none. All rows of a call have one K."""
+    is_truncated: np.ndarray | None = None
+    """bool [T]: the sampler was truncated (top_p, top_k, min_p), and the ids ≥ 0 of `top_ids` are
+    all that it kept. `logprobs` and `top_logprobs` of the token are renormalised over them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +49,12 @@ class LossInput:
 
     outputs: dict[str, torch.Tensor]
     """float32 [N] each, under the current parameters, with gradient. Head lm: `logprobs` at the
-    row's temperature, `entropy` of the next-token distribution. Head value: `values`."""
+    row's temperature, `entropy` of the next-token distribution before truncation, and
+    `top_logprobs` [N, K] if rows have top ids. Head value: `values`."""
     rows_N: torch.Tensor
     """int64: the index of each token's row in the micro-batch, for sequence-level ratios."""
     fields: dict[str, torch.Tensor]
-    """float32 [N] each, as in Sequence.fields."""
+    """float32 [N] or [N, K] each, as in Sequence.fields."""
 
 
 LossFn = Callable[[LossInput], "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
@@ -87,7 +95,7 @@ class TrainEngine(ABC):
             rows: the rows of this rank; all ranks call this together, and a rank may have none.
 
         Returns:
-            {output: values by row, float32 [T] each, 0 outside loss_mask}.
+            {output: values by row, float32 [T] or [T, K] each, 0 outside loss_mask}.
         """
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """Extensions of the train engine `fsdp`, which change its model, its micro-batches or its weights.
 
 Adapters, ranks that share rows and experts that servers recorded are such extensions. Shape
-letters: B = rows (1 where they are packed), W = input width, N = loss tokens, R = bytes of a
-token's recorded experts.
+letters: B = rows (1 where they are packed), W = input width, N = loss tokens, K = top ids of a
+token, R = bytes of a token's recorded experts.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ class MicroBatch:
     temperature_N: torch.Tensor
     rows_N: torch.Tensor
     fields: dict[str, torch.Tensor]
+    top_ids_NK: torch.Tensor | None = None
+    """int64, -1: none. None: no row has top ids."""
+    is_truncated_N: torch.Tensor | None = None
+    """bool: as in Sequence. None: no token is truncated."""
     own_N: torch.Tensor | None = None
     """int64: the loss tokens that this rank computes, of those in `rows_N` and `fields`; None:
-    all. Only ranks that share rows divide them; `index_N`, targets and temperatures are its own."""
+    all. Only ranks that share rows divide them; `index_N` and what the head needs are its own."""
     routing_BWR: torch.Tensor | None = None
     """uint8: the recorded experts of each input, R bytes, 255 where none are recorded; None: no
     row has a record."""

@@ -128,7 +128,12 @@ class EpisodeRecord(msgspec.Struct, kw_only=True):
         continued, or `NOTHING` without a record.
         """
         self.generations += 1
-        turn = Turn(response=NOTHING, temperature=sampling.temperature, origin=origin)
+        turn = Turn(
+            response=NOTHING,
+            temperature=sampling.temperature,
+            is_truncated=sampling.top_logprobs > 0 and sampling.truncates,
+            origin=origin,
+        )
         place(turn, input_ids, self.turns, extends)
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:

@@ -6,8 +6,8 @@ The name of a hook is a group of entries; `entries.hooks` returns its functions 
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from arealite.api.engine_config import Head
 from arealite.api.engine_extension import EngineExtension, EngineSetup
 from arealite.api.fields import Package
-from arealite.api.findings import Finding
 from arealite.api.logger import MetricLogger
 from arealite.api.observation import ChatMessage
+from arealite.api.publisher import PolicyProof
 from arealite.api.task import Task, TaskSampler
 from arealite.api.tokenizer import Tokenizer
 from arealite.base.model_folder import Shapes
-from arealite.base.trial_files import RunPaths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from arealite.api.engine import Stats, TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
     from arealite.api.trainer import PPOConfig
+    from arealite.api.trajectory_tree import TrajectoryTree
 
 TokenizerReader = Callable[[str], Tokenizer | None]
 """Hook `tokenizer_reader`: read the tokenizer of a Hugging Face folder without transformers.
@@ -194,6 +194,12 @@ All ranks of a trainer with servers call it before the first episode of each sta
 the policy's engine, the ranks (`World`) and the published version. It changes neither parameters
 nor metrics. A UserError, raised on all ranks, refuses the run."""
 
+PolicyProofMaker = Callable[["ExperimentConfig", "TrainEngine", Any], PolicyProof | None]
+"""Hook `policy_proof`: return what proves the weights of servers, or None.
+
+All ranks of a trainer with servers call it when they start, with the config, the policy's engine
+and the ranks (`World`). The first result that is not None is used. An error ends the rank."""
+
 OnRow = Callable[[int, int], None]
 """Takes the numbers of the current and the last row. An error from it ends the reader."""
 
@@ -320,10 +326,29 @@ RoleMain = Callable[["ExperimentConfig", int], None]
 `arealite role NAME INDEX RUN` calls the entry with this name, with the run's config and the index.
 An error ends the process; its parent restarts it."""
 
+TreeChange = Callable[["Task", "TrajectoryTree"], Awaitable["TrajectoryTree"]]
+"""Returns the tree of a finished trajectory, with further values of its tokens
+(`TurnNode.extras`)."""
+TreeChangeMaker = Callable[["ExperimentConfig"], AbstractAsyncContextManager[TreeChange] | None]
+"""Hook `tree_change`: return a context of what changes trees, or None.
+
+A worker enters the context before its first episode, and leaves it after its last one. The changes
+run one after the other, for each trajectory that may be trained. An EpisodeError fails the
+episode; another error ends the worker."""
+
 RewardChange = Callable[[Any, "np.ndarray"], "np.ndarray"]
 """Returns the new reward of each sampled token, float64 [N], of a trajectory (`Trajectory`)."""
 RewardChangeMaker = Callable[["PPOConfig"], RewardChange | None]
 """Hook `reward_change`: return what changes rewards before advantages, or None.
+
+Each rank of a PPO trainer calls it for each batch, with the options. The results run one after the
+other. An error ends the rank."""
+
+AdvantageChange = Callable[[Any, "np.ndarray | float"], "np.ndarray | float"]
+"""Returns the new advantages of the sampled tokens, float64 [N], of a trajectory (`Trajectory`)
+that had these advantages, or this one for all tokens."""
+AdvantageChangeMaker = Callable[["PPOConfig"], AdvantageChange | None]
+"""Hook `advantage_change`: return what changes advantages after they are normalised, or None.
 
 Each rank of a PPO trainer calls it for each batch, with the options. The results run one after the
 other. An error ends the rank."""
@@ -358,100 +383,12 @@ TrainerRank = Callable[["ExperimentConfig"], int]
 `train` calls it with the config, instead of a launcher, if the variable RANK is set. The last entry
 is used. A UserError refuses the run."""
 
-RunCompanion = Callable[
-    ["ExperimentConfig", Callable[[str], object]], Coroutine[Any, Any, None] | None
-]
-"""Hook `run_started`: return a coroutine to run beside a launcher until the run ends, or None.
-
-A launcher calls it before it starts a role, with the config and a function that prints a line. An
-error of the coroutine is one warning and does not end the run."""
-
-
-class WatchedSupervisor(Protocol):
-    """A supervisor as a health monitor uses it."""
-
-    @property
-    def say(self) -> Callable[[str], object]:
-        """Prints a line."""
-        ...
-
-    def is_shown(self, finding: Finding) -> bool:
-        """Return whether to report a finding."""
-        ...
-
-    def child_of(self, finding: Finding) -> Any:
-        """Return the child (`Child`) that a finding is about; None: another process."""
-        ...
-
-
-class HealthMonitorMaker(Protocol):
-    """Hook `health_monitor`: return what kills unresponsive children of a supervisor.
-
-    A supervisor runs the coroutine until its roles have ended. An error of it is not reported.
-    """
-
-    def __call__(
-        self, folder: Path, supervisor: WatchedSupervisor, *, silent_s: float, blocked_s: float
-    ) -> Coroutine[Any, Any, None]:
-        """Return the coroutine.
-
-        Args:
-            folder: Where the roles write their vitals.
-            supervisor: Parent of the children; other processes must not be killed.
-            silent_s: Seconds after which a silent or stopped child is killed.
-            blocked_s: Seconds after which a blocked child is killed.
-        """
-        ...
-
-
 LoggerOpener = Callable[[Path, type[MetricLogger]], MetricLogger | None]
 """Hook `logger_opener`: open a metric logger of a run, or None.
 
 Rank 0 calls it with the run folder and the class of each logger besides `jsonl`. The first result
 that is not None is used; after None from all, the class itself is called. An error ends training.
 """
-
-RoleStacks = Callable[[], str]
-"""Hook `role_stacks`: return the stacks of this process, one a line.
-
-The thread that writes the vitals of a role calls it when the stacks are requested; the role may
-hang. It is imported when the role starts."""
-
-ExitReason = Callable[[str, int], str | None]
-"""Hook `exit_reason`: return the line of a process's output that says why it ended, or None.
-
-A supervisor calls it about a process that wrote no record of its end, with the end of its output
-and its exit code (`Child.code`). The first result that is not None is used."""
-
-RunFailed = Callable[[Path, Path], str]
-"""Hook `run_failed`: return a text about a run that fails, "" for none.
-
-A launcher calls it in a thread before it stops the roles, with the folder of their vitals and that
-of their logs, and prints the text. An error is ignored."""
-
-
-class Console(Protocol):
-    """Prints the lines of a launcher."""
-
-    @property
-    def has_panel(self) -> bool:
-        """Whether the console shows the progress of the run, so that lines need not."""
-        ...
-
-    def print(self, line: str) -> None:
-        """Print a line."""
-        ...
-
-    def shown(self) -> AbstractContextManager[None]:
-        """Return a context in which the console shows the state of the run."""
-        ...
-
-
-ConsoleMaker = Callable[[RunPaths], Console | None]
-"""Hook `console`: return what prints the lines of a launcher, or None.
-
-A launcher calls it before it starts a role, with the paths of the run. The last result that is not
-None is used; after None from all, lines are printed to stdout. An error ends the run."""
 
 
 class ServerRegistrar(Protocol):

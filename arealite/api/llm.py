@@ -17,17 +17,40 @@ if TYPE_CHECKING:
     from arealite.api.experiment_config import ExperimentConfig
 
 
+MAX_TOP = 256
+"""Largest number of most probable tokens that are recorded."""
+TOP_P_HELP = "1: all tokens; less is off-policy unless top_logprobs covers the kept tokens"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Sampling of tokens. The defaults sample from the policy itself, as training requires."""
+    """Sampling of tokens. The defaults sample from the policy itself.
+
+    With top_p, top_k or min_p, training is exact where the `top_logprobs` recorded tokens are all
+    that could be sampled; without `top_logprobs` it is off-policy.
+    """
 
     temperature: float = opt(1.0, "0: greedy; the trainer divides logits by it", at_least=0)
-    top_p: float = opt(1.0, "1: all tokens; less makes training off-policy", above=0, at_most=1)
-    top_k: int = opt(-1, "-1: all tokens; less makes training off-policy", at_least=-1)
+    top_p: float = opt(1.0, TOP_P_HELP, above=0, at_most=1)
+    top_k: int = opt(-1, "-1: all tokens; fewer: see top_p", at_least=-1)
+    min_p: float = opt(
+        0.0,
+        "lowest probability, relative to the highest; above 0: see top_p",
+        at_least=0,
+        at_most=1,
+    )
+    top_logprobs: int = opt(
+        0, "most probable tokens recorded at each token; 0: none", at_least=0, at_most=MAX_TOP
+    )
     max_new_tokens: int = opt(256, "longest generation, in tokens", at_least=1)
     min_new_tokens: int = opt(0, "fewest tokens of an answer; above 0: off-policy", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
     stop_token_ids: list[int] = sub(list, "token ids that end a generation besides the model's EOS")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +97,8 @@ class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
     not check them again, which would take most of its time for a long prompt."""
     json: bytes = b""
     """`input_ids` in JSON; b"": the client encodes them."""
+    scores_prompt: bool = False
+    """Whether the response should have the logprobs of the prompt's tokens."""
 
     @property
     def routing_start(self) -> int:
@@ -82,11 +107,12 @@ class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampled tokens. Filled by the client; the three lists have the same length."""
+    """The sampled tokens. Filled by the client; the three lists have the same length, N."""
 
     output_ids: list[int]
     logprobs: list[float]
-    """Log-probability of each token at the sampling temperature."""
+    """Log-probability of each token at the sampling temperature; with `top_ids`, of the
+    distribution that was sampled from, which top_p, top_k and min_p change."""
     versions: list[int]
     """Policy version that sampled each token, as reported by the server."""
     stop_reason: str
@@ -96,6 +122,14 @@ class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
     routing: bytes = b""
     """The experts of a mixture, as in `Segment.routing`, for the tokens of prompt and output from
     `LLMRequest.routing_start` to the last but one, which are the inputs; b"": not recorded."""
+    top_ids: bytes = b""
+    """int32 [N, sampling.top_logprobs]: the most probable tokens, by falling probability; -1: no
+    further token can be sampled, or is known."""
+    top_logprobs: bytes = b""
+    """float32, as `top_ids`: their log-probabilities in the distribution that was sampled from;
+    -inf where the id is -1."""
+    prompt_logprobs: list[float] = []
+    """Of each token of the prompt but the first one, at temperature 1; [] if not requested."""
 
 
 class LLMClient(ABC):

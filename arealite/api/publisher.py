@@ -1,9 +1,9 @@
 """The weight publisher, which updates every server during generation: interface and options."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from arealite.api.fields import named, opt, part, with_options_of
 from arealite.base.registry import Registry
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from arealite.api.engine import TrainEngine
     from arealite.api.experiment_config import ExperimentConfig
+    from arealite.api.server_protocol import GenerateRequest, ServerAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,36 @@ class PublishReport:
     """Ids of servers that failed. They get no request that needs a newer version than they have."""
 
 
+Generate = Callable[["GenerateRequest"], Coroutine[Any, Any, "ServerAnswer"]]
+"""Sends a request for tokens to one server. A RoleError or OSError says why it failed."""
+
+
+class PolicyProof(Protocol):
+    """Proves that servers generate from the weights that the trainer has sent."""
+
+    def expect(self, version: int) -> None:
+        """Note what a server must answer at a version.
+
+        All ranks call it before the weights of the version are staged, perhaps several times.
+        """
+        ...
+
+    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
+        """Return why a server that reports a version has other weights; "" without a fault.
+
+        A publisher calls it after each update of a server, in its event loop. An error ends the
+        publisher.
+        """
+        ...
+
+
 class WeightPublisher(ABC):
     """Publishes from trainer rank 0. The other ranks only take part in gathering the weights."""
 
     takes_device_tensors = False
     """Whether `stage` takes tensors on the engine's device instead of CPU copies."""
+    proof: PolicyProof | None = None
+    """Proves the weights of each updated server."""
 
     @abstractmethod
     def __init__(self, config: "ExperimentConfig", engine: "TrainEngine") -> None:
@@ -128,5 +154,6 @@ class PublisherConfig:
     timeout_s: float = opt(60.0, "time to update a server; then it is quarantined", above=0)
     continue_paused: bool = opt(True, "continue servers paused by other clients; false: report it")
     self_check: bool = opt(True, "compare trainer, servers, transformers before the first episode")
+    canary: bool = opt(True, "compare log-probabilities of a fixed row after each server's update")
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
     disk: DiskPublisherConfig = part(DiskPublisherConfig)

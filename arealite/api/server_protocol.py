@@ -24,6 +24,9 @@ Json = dict[str, Any]
 Load = dict[str, int]
 """Numbers of requests: "running" and "waiting", and "capacity" (0: unknown)."""
 
+SERVER_START_S = 600.0
+"""How long a supervised server may load its model; its supervisor reports a failure."""
+
 
 @dataclass(slots=True, kw_only=True)
 class GenerateRequest:
@@ -34,6 +37,8 @@ class GenerateRequest:
     input_ids: list[int] | msgspec.Raw
     """The prompt and the tokens sampled so far, or their JSON."""
     sampling: SamplingConfig
+    num_top: int = 0
+    """Most probable tokens that the answer should have at each sampled token."""
     num_sampled: int = 0
     """Tokens at the end of `input_ids` that earlier answers have sampled."""
     ignore_eos: bool = False
@@ -42,6 +47,15 @@ class GenerateRequest:
     """Whether the answer should have the experts of each input token."""
     routing_start: int = 0
     """First token of `input_ids` whose experts are wanted."""
+    scores_prompt: bool = False
+    """Whether the answer should have the log-probabilities of the prompt's tokens. They are
+    computed anew, without cached prefixes."""
+
+
+TokenScore = tuple[float | None, int, Any]
+"""[logprob, token id, text or null]; the first token of a prompt has no logprob."""
+TopRow = list[TokenScore]
+"""(logprob, token id, unused) of the most probable tokens at a position, in any order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +74,11 @@ class ServerAnswer:
     output_ids: list[int]
     logprobs: list[float]
     """One for each of `output_ids`."""
+    top_tokens: list[TopRow] | None = None
+    """One row for each of `output_ids`; None if the server reports none."""
+    is_renormalized: bool = False
+    """Whether all logprobs are those of the tokens that top_p, top_k and min_p keep; False: of the
+    whole vocabulary."""
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
     """The versions of all tokens so far; [] if the server does not report them."""
     newest_version: str | int | None = None
@@ -79,6 +98,12 @@ class ServerAnswer:
     """False: `text` lacks the text of earlier events of the stream."""
     expert_ids: np.ndarray | None = None
     """Recorded experts, [inputs, layers, experts per token] in one dimension."""
+    prompt_logprobs: list[float] = field(default_factory=list[float])
+    """Of each token of the prompt but the first one, NaN for no number; [] if the server returns
+    none."""
+    prompt_top_logprobs: list[float] = field(default_factory=list[float])
+    """Of the most probable tokens at the place of the prompt's last token, by falling
+    probability."""
 
 
 @dataclass(slots=True, kw_only=True)

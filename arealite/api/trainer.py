@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_options_of("ppo")
 class PPOConfig:
     """One policy, trained with PPO or a related algorithm."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the options of an extension, such as `distillation`."""
 
     lr: float = opt(1e-5, "learning rate after the warm-up", above=0)
     total_steps: int = opt(100, "batches to train", at_least=1)
@@ -63,10 +69,18 @@ class PPOConfig:
         return self.updates * self.epochs == 1
 
     def constraints(self) -> Constraints:
-        """Yield the constraints between sizes, advantage, filters and critic."""
+        """Yield the constraints between sizes, advantage, filters, critic and sampling."""
         yield from self._size_constraints()
         yield from self._group_constraints()
         yield from self._advantage_constraints()
+        has_top_logprobs = self.collector.sampling.top_logprobs > 0
+        yield (
+            has_top_logprobs or not self.loss.centering,
+            (
+                "loss.centering needs the sampler's most probable tokens. "
+                "Use trainer.ppo.collector.sampling.top_logprobs=20, or loss.centering=false."
+            ),
+        )
 
     def _size_constraints(self) -> Constraints:
         """Yield the constraints on the sizes of batches, groups, updates and completions."""

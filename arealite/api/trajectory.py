@@ -97,7 +97,7 @@ class TurnNode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_digest: bytes
     """Digest of the whole prompt, int32; b"": an older AReaLite made none."""
     answer_digest: bytes
-    """Digest of `ids`, `logprobs` and `versions`."""
+    """Digest of `ids`, `logprobs`, `versions` and the values of `extras`, in the order of names."""
     next_state: str = ""
     """Text of the observation after the answer. Filled by ObservingCollector; "": unknown."""
     routing: bytes = b""
@@ -105,7 +105,11 @@ class TurnNode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     the server chose, from token `routing_start` to the last but one; b"": not recorded."""
     routing_start: Count = 0
     extras: dict[str, bytes] = {}
-    """Further values for each sampled token, by name: N items of equal size."""
+    """Further values for each sampled token, by name: N items of equal size.
+
+    `top_ids` and `top_logprobs`: as in `LLMResponse`. `truncated`, uint8: 1 where top_p, top_k or
+    min_p limited the tokens to a set, which is the tokens in `top_ids` if their probabilities add
+    up to 1. With these, `logprobs` is the log-probability in that set."""
 
 
 class PlacedTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ A digest is the 16-byte BLAKE2b hash of little-endian arrays. T is the number of
 
 import struct
 from array import array
+from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b as _blake2b
 from typing import Any
@@ -19,6 +20,14 @@ blake2b = partial(_blake2b, digest_size=16)
 def digest(content: bytes) -> bytes:
     """Return the digest of tokens, of a payload or of a message: the checksum of content."""
     return blake2b(content).digest()
+
+
+def digest_of_answer(
+    ids: bytes, logprobs: bytes, versions: bytes, extras: Mapping[str, bytes]
+) -> bytes:
+    """Return `TurnNode.answer_digest`."""
+    extra_values = [extras[name] for name in sorted(extras)]
+    return digest(b"".join([ids, logprobs, versions, *extra_values]))
 
 
 NOTHING = LLMResponse(output_ids=[], logprobs=[], versions=[], stop_reason="")
@@ -42,6 +51,8 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
 
     response: LLMResponse
     temperature: float
+    is_truncated: bool = False
+    """Whether some tokens could not be sampled, and the response has those that could."""
     reward: float = 0.0
     index: int = 0
     """Number of the generation within its seat, by start time, from 0."""
@@ -85,6 +96,17 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
             parts += turn.sampled[0], turn.added
             turn = turn.parent
         return b"".join(reversed(parts))
+
+    @property
+    def extras(self) -> dict[str, bytes]:
+        """`TurnNode.extras`."""
+        response = self.response
+        extras = dict[str, bytes]()
+        if response.top_ids:
+            extras = {"top_ids": response.top_ids, "top_logprobs": response.top_logprobs}
+        if self.is_truncated:
+            extras["truncated"] = b"\x01" * len(response.output_ids)
+        return extras
 
     @property
     def routing_start(self) -> int:

@@ -24,7 +24,8 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     """Return the content of a JSON file in a folder; {} if it is missing or invalid."""
     with suppress(OSError, ValueError):
         file = Path(folder).expanduser() / name
-        return json.loads(file.read_text(encoding="utf-8"))
+        if file.is_file():  # to open a FIFO would block
+            return json.loads(file.read_text(encoding="utf-8"))
     return {}
 
 

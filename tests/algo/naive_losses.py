@@ -5,6 +5,7 @@ Slow and independent of `arealite/algo`; hypothesis tests compare both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ def objective(config: LossConfig, token: Token, mates: list[Token]) -> Scalar:
     if config.objective == "sapo":
         tau = config.sapo_tau if a > 0 else config.sapo_tau_neg
         return -(4.0 / tau) / (1.0 + torch.exp(-tau * (u - 1.0))) * a
+    if config.objective in ("dppo_tv", "dppo_kl"):
+        return -dppo_weight(config, number(u), number(torch.exp(logprob)), a) * a * logprob
     low, high = 1.0 - config.eps_low, 1.0 + config.eps_high
     clipped = min(max(number(u), low), high)
     if config.objective == "cispo":
@@ -68,6 +71,19 @@ def objective(config: LossConfig, token: Token, mates: list[Token]) -> Scalar:
     if a < 0 and config.dual_clip is not None and number(gain) < config.dual_clip * a:
         gain = exact(config.dual_clip * a)
     return -gain
+
+
+def dppo_weight(config: LossConfig, r: float, pi: float, a: float) -> float:
+    """Return M·min(r, 20): equations 11 to 14 of arXiv 2602.04879, with the bound of its code."""
+    mu = pi / r
+    if config.objective == "dppo_tv":
+        divergence = abs(mu - pi)
+    else:
+        rest_mu, rest_pi = max(1 - mu, 1e-8), max(1 - pi, 1e-8)
+        divergence = mu * math.log(mu / pi) + rest_mu * math.log(rest_mu / rest_pi)
+    leaves_up = a > 0 and r > 1 and divergence > config.eps_high
+    leaves_down = a < 0 and r < 1 and divergence > config.eps_low
+    return 0.0 if leaves_up or leaves_down else min(r, 20.0)
 
 
 def behav_weight(config: LossConfig, token: Token, mates: list[Token]) -> tuple[float, bool]:

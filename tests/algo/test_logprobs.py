@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from arealite.algo.logprobs import LogitChange, OutputHead, token_logprobs
+from arealite.algo.logprobs import (
+    NO_LOGPROB,
+    LogitChange,
+    OutputHead,
+    kept_set_logprobs,
+    token_logprobs,
+)
 
 
 def inputs(n: int, h: int, v: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -89,6 +95,93 @@ def test_changed_logits_and_bias_have_exact_gradients(
         found.append([result, *torch.autograd.grad((mix * result).sum(), wanted)])
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def several_ids(n: int, m: int, v: int) -> torch.Tensor:
+    """Draw ids [N, M]; one in four is -1, and some tokens have an id twice."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, v, (n, m), generator=generator)
+    ids[torch.rand(n, m, generator=generator) < 0.25] = -1
+    ids[::3, 1] = ids[::3, 0]
+    return ids
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("change", [(1.0, 0.0), (0.25, 1.5)])
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_logprobs_of_several_ids_match_autograd(
+    chunk: int, change: tuple[float, float], has_entropy: bool
+) -> None:
+    n, m, v = 33, 5, 50
+    hidden, weight, _, temperature = inputs(n, 16, v)
+    ids = several_ids(n, m, v)
+    generator = torch.Generator().manual_seed(1)
+    mix = torch.randn(n, m, generator=generator)
+    entropy_mix = torch.randn(n, generator=generator) * has_entropy
+    head = OutputHead(weight, None, LogitChange(*change))
+    logprobs, entropy = token_logprobs(hidden, head, ids, temperature_N=temperature, chunk=chunk)
+    ours = (mix * logprobs).sum()
+    if has_entropy:
+        ours = ours + (entropy_mix * entropy).sum()
+    scale, cap = change
+    logits = scale * (hidden.double() @ weight.double().T)
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    logp = torch.log_softmax(logits / temperature[:, None], -1)
+    chosen = logp.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, NO_LOGPROB)
+    plain_entropy = -(logp.exp() * logp).sum(-1)
+    theirs = (mix * chosen).sum() + (entropy_mix * plain_entropy).sum()
+    torch.testing.assert_close(logprobs.double(), chosen, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(ours, [hidden, weight])
+    expected = torch.autograd.grad(theirs, [hidden, weight])
+    for got, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_first_column_of_several_ids_equals_a_call_with_one_bit_for_bit() -> None:
+    hidden, weight, targets, temperature = inputs(33, 16, 50)
+    head = OutputHead(weight)
+    options = {"temperature_N": temperature, "chunk": 7}
+    one, one_entropy = token_logprobs(hidden, head, targets, **options)
+    ids = torch.cat([targets[:, None], several_ids(33, 5, 50)], 1)
+    several, several_entropy = token_logprobs(hidden, head, ids, **options)
+    assert torch.equal(one, several[:, 0])
+    assert torch.equal(one_entropy, several_entropy)
+    gradients = torch.autograd.grad(one.sum(), [hidden, weight])
+    masked = several[:, 0].sum() + 0.0 * several[:, 1:].sum()
+    for got, wanted in zip(torch.autograd.grad(masked, [hidden, weight]), gradients, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_missing_id_has_no_gradient_even_if_its_own_is_not_finite() -> None:
+    hidden, weight, targets, temperature = inputs(4, 8, 10)
+    ids = torch.stack([targets, torch.full_like(targets, -1)], 1)
+    logprobs, _ = token_logprobs(
+        hidden, OutputHead(weight), ids, temperature_N=temperature, chunk=2
+    )
+    assert (logprobs[:, 1] == NO_LOGPROB).all()
+    assert logprobs[:, 1].exp().sum() == 0.0
+    poison = torch.tensor([1.0, float("nan")]).expand(4, 2)
+    [gradient] = torch.autograd.grad(logprobs, [hidden], poison, retain_graph=True)
+    [expected] = torch.autograd.grad(logprobs[:, 0].sum(), [hidden])
+    assert torch.equal(gradient, expected)
+
+
+def test_kept_set_logprobs_are_those_of_the_truncated_policy() -> None:
+    """Row 0 keeps ids 1, 4 and 2; row 1 is not truncated; values and gradients by autograd."""
+    logits = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    logp = torch.log_softmax(logits, -1)
+    ids = torch.tensor([[4, 1, 4, 2, -1], [3, 3, 0, 5, 1]])
+    chosen = logp.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, NO_LOGPROB)
+    ours = kept_set_logprobs(chosen, torch.tensor([True, False]))
+    kept = torch.log_softmax(logits[0, [1, 2, 4]], -1)
+    torch.testing.assert_close(ours[0, :4], kept[[2, 0, 2, 1]])
+    torch.testing.assert_close(ours[1], logp[1, ids[1]])
+    assert ours[0, 4].exp() == 0.0
+    torch.testing.assert_close(ours[0, 1:].exp().sum(), torch.ones((), dtype=torch.float64))
+    [gradient] = torch.autograd.grad(ours[0, 0], logits, retain_graph=True)
+    [expected] = torch.autograd.grad(kept[2], logits)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_bf16_inputs_give_close_float32_results() -> None:

@@ -21,6 +21,7 @@ from tests.algo import naive_losses as naive
 LOG = math.log
 PPO = LossConfig(eps_low=0.2, eps_high=0.3, behav_weight_cap=2.0, dual_clip=3.0)
 NO_KL = KLConfig()
+OBJECTIVES = ["ppo", "cispo", "sapo", "reinforce", "dppo_tv", "dppo_kl"]
 
 
 def run(
@@ -90,7 +91,25 @@ OTHERS = [
     ("sapo", 1.0, 1.0, -2.0, -1.0),  # 4/τ·σ(0) = 2, slope 4·σ'(0)·u = 1
     ("sapo", 2.0, 1.0, -4 * 0.7310585786, -8 * 0.1966119332),
     ("sapo", 2.0, -1.0, 2 * 0.8807970780, 8 * 0.1049935854),
+    # DPPO at π = e⁻² = 0.135: |μ − π| is 0.068 for u = 2, and 0.135 for u = 0.5; eps is 0.2/0.3.
+    ("dppo_tv", 2.0, 1.0, 4.0, -2.0),
+    ("dppo_tv", 0.5, -1.0, -1.0, 0.5),
+    ("dppo_tv", 0.25, -1.0, 0.0, 0.0),  # |μ − π| = 0.406, and A < 0 would increase it
+    ("dppo_tv", 0.25, 1.0, 0.5, -0.25),  # A > 0 decreases it
+    ("dppo_tv", 50.0, 1.0, 40.0, -20.0),  # bounded at 20
+    ("dppo_kl", 0.25, -1.0, 0.0, 0.0),  # KL 0.394
+    ("dppo_kl", 0.5, -1.0, -1.0, 0.5),  # KL 0.064
 ]
+
+
+def test_dppo_masks_a_large_divergence_for_which_ppo_would_not_clip() -> None:
+    """π = 0.9 and μ = 0.75: the ratio 1.2 is inside PPO's range, |μ − π| = 0.15 is above δ."""
+    token = (LOG(0.9), LOG(0.75), LOG(0.75), 1.0)
+    config = LossConfig(eps_low=0.1, eps_high=0.21, decoupled=False)
+    assert run(config, [token])[2][0] == pytest.approx(-1.2, rel=1e-5)
+    for objective in ("dppo_tv", "dppo_kl"):
+        bounded = replace(config, objective=objective, eps_high=0.05)
+        assert run(bounded, [token])[2] == [0.0]
 
 
 @pytest.mark.parametrize(("objective", "u", "advantage", "loss", "grad"), OTHERS)
@@ -213,7 +232,7 @@ def test_stats_are_weighted_sums() -> None:
 EXTREME = [(0.0, -200.0, -400.0, 0.0), (0.0, -200.0, 0.0, 1.0), (-300.0, 0.0, 0.0, -1.0)]
 
 
-@pytest.mark.parametrize("objective", ["ppo", "cispo", "sapo", "reinforce"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_extreme_ratios_give_finite_gradients(objective: str, ratio: str) -> None:
     config = LossConfig(objective=objective, ratio=ratio, behav_weight_cap=None)
@@ -241,7 +260,7 @@ drawn_tokens = st.lists(
 ).map(lambda tokens: sorted(tokens, key=lambda token: token[0]))
 configs = st.builds(
     LossConfig,
-    objective=st.sampled_from(["ppo", "cispo", "sapo", "reinforce"]),
+    objective=st.sampled_from(OBJECTIVES),
     ratio=st.sampled_from(["token", "sequence"]),
     # Odd digits avoid ratios at a clip bound, where the gradient is not unique.
     eps_low=st.sampled_from([0.053, 0.217, 0.511]),

@@ -41,6 +41,13 @@ ONE = "collector.group_size=1 batch_size=4"
         ("loss.behav_weight=mask loss.decoupled=false", "require the decoupled loss"),
         ("loss.behav_weight_level=sequence loss.decoupled=false", "require the decoupled loss"),
         ("loss.m2_threshold=0", "above 0, or null"),
+        ("loss.centering=true", "trainer.ppo.collector.sampling.top_logprobs=20"),
+        ("loss.objective=dppo_tv", "trainer.ppo.loss.decoupled=false"),
+        (
+            "loss.objective=dppo_kl loss.decoupled=false loss.ratio=sequence",
+            "trainer.ppo.loss.ratio=token",
+        ),
+        ("loss.objective=dppo_kl loss.decoupled=false loss.dual_clip=3", "dual_clip requires"),
         ("loss.entropy_coef=nan", "must be a number."),
         ("kl.coef=-1", "at least 0"),
         ("kl.coef=0.1", "Use trainer.ppo.kl.reference=initial"),
@@ -82,6 +89,8 @@ def test_invalid_combination_of_options_is_a_one_line_error(
         "loss.objective=cispo loss.eps_low=1.0",
         "kl.coef=0.1 kl.reference=initial kl.estimator=k1 kl.place=reward",
         "loss.decoupled=false loss.dual_clip=3 loss.m2_threshold=0.04",
+        "loss.objective=dppo_kl loss.decoupled=false loss.eps_low=0.05 loss.eps_high=0.05",
+        "loss.centering=true collector.sampling.top_logprobs=1 loss.behav_weight=mask",
         "reward.scale=-1 reward.clip=1 reward.bias=0.5 reward.overlong_buffer=256",
     ],
 )

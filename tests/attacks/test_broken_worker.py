@@ -19,6 +19,7 @@ from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
 from tests.attacks import garbling
 from tests.attacks.conftest import Live, start, stop
+from tests.attacks.kinds import KIND
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site
 from tests.payloads import decode_segments
 from tests.waiting import until
@@ -56,7 +57,7 @@ def test_why_reports_a_server_paused_by_another_client(run: Live) -> None:
         urlopen(request, timeout=SLOW_S).close()
 
     def is_paused_for_long() -> bool:
-        paused_s = run.info()["paused_s"]
+        paused_s = run.read(KIND.version)["paused_s"]
         if paused_s is None:
             post("/pause_generation")
         return (paused_s or 0.0) > 3.0

@@ -16,8 +16,9 @@ from arealite.api.trainer_messages import Ticket, TrainerStart, Waiting
 from arealite.ext.audit.audit import audit
 from arealite.system.ledger.ledger import connect
 from tests.attacks.conftest import Live, stop
+from tests.attacks.kinds import EMBEDDED, KIND
 from tests.attacks.peers import MARKER, insider
-from tests.e2e.conftest import SLOW_S
+from tests.e2e.conftest import LEARNING, SLOW_S
 from tests.hostile import controls_in, foreign_controls_in
 from tests.payloads import decode_segments
 
@@ -55,7 +56,7 @@ def test_resume_finds_the_checkpoint_and_the_secret(live: Live) -> None:
     """A resume ignores stray checkpoints."""
     before, secret = audit(live.paths.ledger).steps, live.secret
     more = [f"trainer.ppo.total_steps={before + 3}", "launcher.rollout_workers=2"]
-    done = live.site.train(live.root, *more, "launcher.trainer_ranks=2")
+    done = live.site.train(live.root, *LEARNING, *more, "launcher.trainer_ranks=2")
     assert done.code == 0, done.shown
     report = audit(live.paths.ledger)
     assert report.ok and report.steps == before + 3, report.table()
@@ -131,7 +132,8 @@ def test_logs_have_no_control_characters(live: Live) -> None:
     texts += [file.read_text() for file in live.paths.logs.glob("*.log")]
     for text in texts:
         assert foreign_controls_in(text) == []
-    assert any(r"\x1b]0;owned" in text for text in texts), "they are shown in another form"
+    is_in_logs = any(r"\x1b]0;owned" in text for text in texts)
+    assert is_in_logs or KIND is not EMBEDDED, "they are shown in another form"
     report = (live.root / "report.html").read_text()
     assert controls_in(report) == []
 

@@ -33,6 +33,11 @@ def test_error_names_the_broken_file(tmp_path: Path, content: bytes) -> None:
         read_shapes(tmp_path)
 
 
+def test_index_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    assert read_shapes(tmp_path) == {}
+
+
 def test_tied_head_may_be_missing() -> None:
     assert MODEL.difference({"embed": [4, 2]}) == ""
 

@@ -28,9 +28,12 @@ ALGORITHMS = [
     "m2po",
     "tis",
     "mis",
+    "dppo",
+    "centering",
 ]
 OF_AN_ALGORITHM = re.compile(
-    r"trainer\.ppo\.(advantage|loss|kl|reward|critic)\..+|trainer\.ppo\.filter_zero_variance"
+    r"trainer\.ppo\.(advantage|loss|kl|reward|critic)\..+|trainer\.ppo\.filter_zero_variance|"
+    r"trainer\.ppo\.collector\.sampling\.top_logprobs"
 )
 
 

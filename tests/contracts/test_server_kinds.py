@@ -7,14 +7,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.api.server_protocol import part_of_entry
 from arealite.base import entries
 from arealite.base.model_folder import read_shapes
+from arealite.ext.embedded.weight_loading import load_model
 from arealite.ext.gateway.answer_stream import TokenStream
 from arealite.impl.client import answer_checks
+from arealite.impl.client.top_tokens import num_requested, top_record
 from arealite.impl.http_client import Pool, error_message
 from arealite.impl.publisher.control import FAILURES
 from tests.contracts.kinds import LONG, PROMPT, KindOfServer, request
@@ -28,6 +32,7 @@ KINDS = [
     pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.sglang_short]),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(1000)]),
 ]
+WITH_MODEL = KINDS[2:]
 FAKES: dict[str, type[ScriptedServer]] = {"fake sglang": FakeSGLang, "fake vllm": FakeVLLM}
 EACH_MODE = pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 
@@ -122,6 +127,82 @@ async def test_stream_passes_each_token_on_once(kind: KindOfServer) -> None:
     assert len(answer.output_ids) == len(answer.logprobs) == 30
     assert (len(told) > 1, answer.finish) == (True, "length")
     assert answer_checks.token_versions(answer, -1) == [0] * 30
+
+
+@torch.inference_mode()
+def sampler_probs(
+    model: Any, output: list[int], sampling: SamplingConfig, *, is_vllm: bool
+) -> np.ndarray:
+    """Return the probabilities with which each token of an output could be sampled [N, V].
+
+    vLLM applies top_p to the tokens that top_k keeps, other servers to all.
+    """
+    ids = torch.tensor([PROMPT + output])
+    logits_NV = model(ids).logits[0, len(PROMPT) - 1 : -1].double()
+    probs_NV = (logits_NV / sampling.temperature).softmax(-1).numpy()
+    order_NV = np.argsort(-probs_NV, axis=1)
+    sorted_NV = np.take_along_axis(probs_NV, order_NV, axis=1)
+    mass_N1 = sorted_NV[:, : sampling.top_k if is_vllm and sampling.top_k > 0 else None].sum(1)
+    is_kept_NV = sorted_NV.cumsum(1) - sorted_NV <= sampling.top_p * mass_N1[:, None]
+    is_kept_NV &= sorted_NV >= sampling.min_p * sorted_NV[:, :1]
+    if sampling.top_k > 0:
+        is_kept_NV[:, sampling.top_k :] = False
+    np.put_along_axis(probs_NV, order_NV, sorted_NV * is_kept_NV, axis=1)
+    return probs_NV / probs_NV.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", WITH_MODEL, indirect=True)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_most_probable_tokens_are_those_that_could_be_sampled(
+    kind: KindOfServer, is_stream: bool
+) -> None:
+    model = load_model(kind.folders[0], dtype="float32", device="cpu")[0]
+    num_known = 0
+    for options in (
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.4, "temperature": 0.6},
+        {"min_p": 0.3},
+        {"top_k": 3, "top_p": 0.9, "temperature": 1.4},
+        {"top_k": 40},
+    ):
+        wanted = {"max_new_tokens": 20, "top_logprobs": 12, **options}
+        sampling = SamplingConfig(**wanted)
+        fields: dict[str, Any] = {"sampling": wanted, "num_top": num_requested(sampling, 64)}
+        fields["rid"] = f"{options}~{is_stream}"  # SGLang aborts the id of a stream after its end
+        if is_stream:
+            llm_request = LLMRequest(
+                request_id="r", group_id="g", input_ids=PROMPT, sampling=sampling
+            )
+            stream = TokenStream(llm_request, kind.protocol)
+            sent = request(20, is_stream=True, **fields)
+            _, rest = await kind.send(sent, stream.feed)
+            stream.feed(rest)
+            assert stream.failure is None and stream.answer is not None, stream.failure
+            answer = stream.answer
+        else:
+            answer = await kind.generate(20, **fields)
+        assert (len(answer.output_ids), answer.finish) == (20, "length"), options
+        record = top_record(answer, sampling, None)
+        ids_NK = np.frombuffer(record.ids, "<i4").reshape(20, 12)
+        logprobs_NK = np.frombuffer(record.logprobs, "<f4").reshape(20, 12)
+        is_vllm = kind.name == "vllm"
+        probs_NV = sampler_probs(model, answer.output_ids, sampling, is_vllm=is_vllm)
+        for i, (ids_K, logprobs_K) in enumerate(zip(ids_NK, logprobs_NK, strict=True)):
+            if ids_K[0] < 0:  # only where the server cannot know, or the end is a tie
+                assert sampling.truncates
+                continue
+            num_tokens = min(12, np.count_nonzero(probs_NV[i]))
+            expected_K = np.sort(probs_NV[i])[::-1][:12]
+            assert (ids_K >= 0).tolist() == [k < num_tokens for k in range(12)], options
+            np.testing.assert_allclose(np.exp(logprobs_K), expected_K, atol=2e-5)
+            of_ids_K = probs_NV[i][ids_K[:num_tokens]]
+            np.testing.assert_allclose(of_ids_K, expected_K[:num_tokens], atol=2e-5)
+            sampled = probs_NV[i][answer.output_ids[i]]
+            assert np.exp(record.sampled_logprobs[i]) == pytest.approx(sampled, abs=2e-5)
+            num_known += np.exp(logprobs_K).sum() > 1 - 1e-4
+    assert num_known >= 75  # of the 100 with a set of at most 12 tokens in all
 
 
 async def test_abort_ends_one_generation_with_its_tokens(kind: KindOfServer) -> None:

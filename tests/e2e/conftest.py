@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ from tests.waiting import until
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 400.0
 """Time limit for work of 15 s on an idle machine; see tests/waiting.py."""
+START_S = 1200.0
+"""Time limit of a server's start: a vLLM takes 40 s on an idle machine."""
+LEARNING = [
+    "trainer.ppo.collector.env.math.reward.type=function",
+    "trainer.ppo.collector.env.math.reward.function.paths="
+    f"[{Path(__file__).with_name('alternating.py')}:alternating]",
+    "trainer.ppo.lr=1e-4",
+    "trainer.ppo.optimizer.warmup_steps=0",
+]
+"""Options with which each step changes the weights of a random model, whose answers are wrong."""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -124,28 +135,51 @@ def all_gone(run_root: Path) -> None:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Start one embedded server for all end-to-end tests; stop it, and check that it exited."""
-    folder = tmp_path_factory.mktemp("site")
-    model = tiny_model(folder / "model")
+    """Start one embedded server for all end-to-end tests."""
+    with serving(tmp_path_factory.mktemp("site")) as made:
+        yield made
+
+
+@contextmanager
+def serving(folder: Path, *options: str, **model_fields: int) -> Iterator[Site]:
+    """Run a server in a new site; stop it, and check that it exited.
+
+    Args:
+        folder: The folder of the site.
+        options: Options of launch_llm_server.
+        model_fields: Fields of the model's config.
+    """
+    model = tiny_model(folder / "model", **model_fields)
     write_rows(folder / "train.jsonl", 64, seed=1)
     write_rows(folder / "eval.jsonl", 8, seed=2)
+    log = folder / "server.log"
+    registered = lambda: list((folder / "names").rglob("llm_server/*.json"))  # noqa: E731
+    with launched(folder, model, *options, log=log) as server:
+        is_over = lambda: registered() or server.poll() is not None  # noqa: E731
+        until(is_over, what="the server", seconds=START_S)
+        assert server.poll() is None, log.read_text()
+        yield Site(folder, model, server)
+        assert server.poll() is None, "the server died: " + log.read_text()
+    assert not registered(), "the server left its name behind"
+
+
+@contextmanager
+def launched(
+    folder: Path, model: Path, *options: str, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run launch_llm_server in a site's folder; stop it, and check that it exits as it should."""
     names = ["experiment_name=e2e", "trial_name=t", f"cluster.name_root={folder / 'names'}"]
     script = ROOT / "arealite" / "launch_llm_server.py"
-    with (folder / "server.log").open("wb") as log:
+    with log.open("wb") as output:
         server = subprocess.Popen(
-            [sys.executable, str(script), *names, f"model.path={model}"],
+            [sys.executable, str(script), *names, f"model.path={model}", *options],
             cwd=folder,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             env=ENVIRONMENT,
         )
     try:
-        registered = lambda: list((folder / "names").rglob("llm_server/*.json"))  # noqa: E731
-        until(lambda: registered() or server.poll() is not None, what="the server", seconds=SLOW_S)
-        assert server.poll() is None, (folder / "server.log").read_text()
-        yield Site(folder, model, server)
-        assert server.poll() is None, "the server died: " + (folder / "server.log").read_text()
+        yield server
     finally:
         server.send_signal(signal.SIGTERM)
-        assert server.wait(SLOW_S) == 0, (folder / "server.log").read_text()
-    assert not registered(), "the server left its name behind"
+        assert server.wait(SLOW_S) == 0, log.read_text()

@@ -12,6 +12,7 @@ import pytest
 
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit import audit
+from arealite.ext.served_policy.proof_file import ProofFile, ServerProof
 from arealite.impl.engine import checkpoint
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site, all_gone
@@ -60,6 +61,9 @@ def test_shared_parameters_generate_and_learn(site: Site, tmp_path: Path) -> Non
     report = audit(paths.ledger)
     assert report.ok, report.table()
     assert report.steps == STEPS
+    proofs = [line for line in ProofFile(paths.root).lines() if isinstance(line, ServerProof)]
+    assert any(proof.is_proven for proof in proofs)
+    assert not any(proof.fault for proof in proofs)
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     trained = [line for line in lines if "reward/mean" in line]
     assert [line["step"] for line in trained] == list(range(1, STEPS + 1))

@@ -11,12 +11,18 @@ from typing import Any
 from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import LLMRequest, SamplingConfig
+from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import Segment
 from arealite.api.trial import TrialConfig
 from arealite.ext.gateway.config import GatewayConfig
 from arealite.ext.gateway.gateway import Gateway
 from arealite.ext.gateway.session import GatewaySession
-from arealite.impl.rollout.collector import NothingGenerated, make_trajectory
+from arealite.impl.rollout.collector import (
+    EncodedTrajectory,
+    NothingGenerated,
+    make_trajectory,
+    tree_of,
+)
 from tests.fakes.chat_families import tokenizer_of
 from tests.fakes.experiment import lease
 from tests.fakes.family_answers import Plan, script
@@ -30,6 +36,11 @@ class SeatAgent(Agent):
     async def act(self, observation: object) -> Action:
         """Refuse."""
         raise NotImplementedError
+
+
+def trajectory_of(made: Lease, agent: Agent) -> EncodedTrajectory:
+    """Return the trajectory of a session's agent."""
+    return make_trajectory(made, 0, agent, tree_of(agent), seconds=1.0)
 
 
 class GatewaySessions:
@@ -96,7 +107,7 @@ class GatewaySessions:
         rows = 0
         for agent in session.agents.values():
             try:
-                _, payload = await asyncio.to_thread(make_trajectory, made, 0, agent, seconds=1.0)
+                _, payload = await asyncio.to_thread(trajectory_of, made, agent)
             except NothingGenerated:
                 continue
             segments = decode_segments(payload)

@@ -29,6 +29,7 @@ import msgspec
 from aiohttp import web
 
 from tests.fakes.ports import held_port
+from tests.fakes.scores import next_scores, prompt_scores
 
 BODY = web.RequestKey("body", dict)
 ABORT = web.RequestKey("abort", bool)
@@ -51,6 +52,8 @@ class SentRequest:
     sampling: dict[str, Any]
     """Sampling parameters by their names in `SamplingConfig`."""
     is_stream: bool
+    scores_prompt: bool = False
+    """Whether the log-probabilities of the prompt are wanted."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -96,6 +99,8 @@ class ScriptedServer(ABC):
     """First request of an update of weights from a folder, after the pause."""
     probe_paths: tuple[str, ...]
     """Requests with which a publisher begins."""
+    scores = False
+    """True: answers have log-probabilities of prompts, those of `tests/fakes/scores.py`."""
 
     def __init__(self, *, next_token: Callable[[list[int]], int] = next_letter, **settings: Any):
         self.next_token = next_token
@@ -109,6 +114,14 @@ class ScriptedServer(ABC):
         """Generations block after this many tokens until `release`."""
         self.stubborn = 0
         """Number of further requests to continue that are ignored."""
+        self.ignores_loads = False
+        """True: updates change the reported version, but not the weights."""
+        self.keeps_prefixes = False
+        """True: updates leave the cached prefixes of the weights before."""
+        self._weights = ""
+        """The version that it loaded last."""
+        self._prefixes = dict[tuple[int, ...], str]()
+        """The weights with which each cached prompt was computed."""
         self.api_key = ""
         """The bearer token that requests need; "" for none."""
         self.version = "default"
@@ -182,6 +195,23 @@ class ScriptedServer(ABC):
     def forget(self) -> None:
         """Reset the state of weights, as a restart does."""
 
+    @abstractmethod
+    def add_scores(
+        self, answer: dict[str, Any], ids: list[int], scores: list[float], top: list[float]
+    ) -> None:
+        """Add the scores of a prompt to an answer.
+
+        Args:
+            answer: The whole answer.
+            ids: The prompt.
+            scores: The log-probability of each token but the first one.
+            top: Those of the most probable tokens at the last place.
+        """
+
+    @abstractmethod
+    def set_next(self, answer: dict[str, Any], top: list[float]) -> None:
+        """Set the log-probabilities of the most probable first tokens of an answer."""
+
     def route_of(self, path: str, body: dict[str, Any]) -> str:
         """Return the name of a request in `calls` and for `fail_next`."""
         return path
@@ -197,6 +227,13 @@ class ScriptedServer(ABC):
     def is_up(self) -> bool:
         """Whether the fake listens."""
         return self._runner is not None
+
+    @property
+    def weights_held(self) -> str:
+        """The version of the weights that it really has."""
+        if not self.ignores_loads:
+            self._weights = self.version
+        return self._weights
 
     @property
     def running(self) -> int:
@@ -431,10 +468,24 @@ class ScriptedServer(ABC):
                 return await self._stream(request, job)
             async for _ in self.tokens(job):
                 pass
-            return json_answer(self.whole_answer(job))
+            answer = self.whole_answer(job)
+            if sent.scores_prompt and self.scores:
+                scores = prompt_scores(self.weights_held, job.prompt)
+                top = next_scores(self.weights_held, job.prompt[:-1])
+                self.add_scores(answer, job.prompt, scores, top)
+            elif job.sampling.get("temperature") == 0 and job.budget == 1 and job.output:
+                self.set_next(answer, next_scores(self._prefix_weights(job.prompt), job.prompt))
+            return json_answer(answer)
         finally:
             self._jobs.pop(job.key, None)
             await self._notify()
+
+    def _prefix_weights(self, prompt: list[int]) -> str:
+        """Return the weights with which a prompt is computed, which are perhaps cached ones."""
+        weights = self.weights_held
+        if not self.keeps_prefixes:
+            self._prefixes.clear()
+        return self._prefixes.setdefault(tuple(prompt), weights)
 
     def _new_job(self, sent: SentRequest) -> Job:
         rid = sent.rid or f"fake-{next(self._ids)}"

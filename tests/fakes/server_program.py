@@ -79,6 +79,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path, now = self.path.partition("?")[0], orders()
+        if now["closes"]:
+            self.server.shutdown()
         if path in now["hangs"]:
             time.sleep(600)
         body = now["answers"].get(path)
@@ -99,7 +101,10 @@ class Server(socketserver.ThreadingTCPServer):
 signal.signal(signal.SIGTERM, on_term)
 (FOLDER / f"started-{{seed}}.tmp").write_text(json.dumps(about))
 (FOLDER / f"started-{{seed}}.tmp").replace(FOLDER / f"started-{{seed}}.json")
-Server(("127.0.0.1", port), Handler).serve_forever()
+server = Server(("127.0.0.1", port), Handler)
+server.serve_forever()  # until a request finds the order "closes"
+server.server_close()
+time.sleep(600)
 """
 
 
@@ -123,6 +128,7 @@ class FakeProgram:
             "exits": {},
             "sick": [],
             "hangs": [],
+            "closes": False,
             "grandchild": False,
             "ignores_term": False,
             "answers": {"/health": {}} | self.answers,

@@ -118,6 +118,7 @@ class FakeSGLang(ScriptedServer):
             input_ids=body.get("input_ids"),
             sampling=body.get("sampling_params") or {},
             is_stream=bool(body.get("stream")),
+            scores_prompt=body.get("logprob_start_len") == 0,
         )
 
     def refusal(self, sent: SentRequest) -> str | None:
@@ -172,6 +173,21 @@ class FakeSGLang(ScriptedServer):
             meta["weight_versions"] = job.spans()
         text = "".join(chr(token) for token in job.output)
         return {"text": text, "output_ids": list(job.output), "meta_info": meta}
+
+    def add_scores(
+        self, answer: dict[str, Any], ids: list[int], scores: list[float], top: list[float]
+    ) -> None:
+        pairs = zip([None, *scores], ids, strict=True)
+        last = [[logprob, token, None] for token, logprob in enumerate(top)]
+        meta = answer["meta_info"]
+        meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        meta["input_top_logprobs"] = [None, *([[]] * (len(ids) - 2)), last]
+
+    def set_next(self, answer: dict[str, Any], top: list[float]) -> None:
+        meta = answer["meta_info"]
+        meta["output_token_logprobs"][0][0] = top[0]
+        tokens = [[logprob, token, None] for token, logprob in enumerate(top)]
+        meta["output_top_logprobs"] = [tokens]
 
     def event(self, job: Job, num_sent: int) -> dict[str, Any]:
         event = self.whole_answer(job)

@@ -186,6 +186,7 @@ class FakeVLLM(ScriptedServer):
                 if name in SAMPLING_PARAMETERS
             },
             is_stream=bool(body.get("stream")),
+            scores_prompt=parameters.get("prompt_logprobs") is not None,
         )
 
     def refusal(self, sent: SentRequest) -> str | None:
@@ -229,6 +230,27 @@ class FakeVLLM(ScriptedServer):
 
     def whole_answer(self, job: Job) -> dict[str, Any]:
         return self._body(job, 0)
+
+    def add_scores(
+        self, answer: dict[str, Any], ids: list[int], scores: list[float], top: list[float]
+    ) -> None:
+        """Add them as vLLM does: by place, the prompt's own token first, then the best ones."""
+        places: list[dict[int, dict[str, Any]] | None] = [None]
+        for token, logprob in zip(ids[1:], scores, strict=True):
+            places.append({token: {"logprob": logprob, "rank": 99, "decoded_token": None}})
+        last = places[-1]
+        assert last is not None
+        for rank, logprob in enumerate(top, start=1):
+            last[1000 + rank] = {"logprob": logprob, "rank": rank, "decoded_token": None}
+        answer["prompt_logprobs"] = places
+
+    def set_next(self, answer: dict[str, Any], top: list[float]) -> None:
+        first = answer["choices"][0]["logprobs"]["content"][0]
+        first["logprob"] = top[0]
+        first["top_logprobs"] = [
+            {"token_id": token, "logprob": logprob, "rank": token + 1}
+            for token, logprob in enumerate(top)
+        ]
 
     def event(self, job: Job, num_sent: int) -> dict[str, Any]:
         """Return the new tokens; the last event has the versions of all tokens."""

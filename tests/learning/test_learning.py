@@ -24,7 +24,7 @@ OPTIONS = {
     "ppo": ["trainer.ppo.lr=4e-4", "trainer.ppo.total_steps=26"],
     "reinforce": ["trainer.ppo.total_steps=30"],
 }
-STALENESS = {"m2po": 2, "mis": 2, "tis": 2}
+STALENESS = {"dppo": 2, "m2po": 2, "mis": 2, "tis": 2}
 """Versions by which the sampler is behind, for presets that need a stale sampler."""
 
 
@@ -35,7 +35,9 @@ def kit() -> Path:
     return make_kit(folder, seed=1)
 
 
-PRESETS = sorted(file.stem for file in CONFIG_DIR.glob("algo/*.yaml"))
+RECORDING = {"centering"}
+"""Presets that need the sampler's most probable tokens, which the loop does not record."""
+PRESETS = sorted({file.stem for file in CONFIG_DIR.glob("algo/*.yaml")} - RECORDING)
 IN_PART = {"grpo": pytest.mark.part}
 
 

@@ -32,6 +32,8 @@ class InsideServer:
     token: str
     folders: list[Path]
     """Two models of one shape. The server starts with the first."""
+    reply_s: float = 120.0
+    """Time limit of a request."""
 
     @property
     def is_alive(self) -> bool:
@@ -39,11 +41,11 @@ class InsideServer:
 
     def get(self, path: str, *, token: str | None = None) -> Answer:
         token = self.token if token is None else token
-        return call(self.real.address, path, token=token, seconds=120.0)
+        return call(self.real.address, path, token=token, seconds=self.reply_s)
 
     def post(self, path: str, *, token: str | None = None, **body: Any) -> Answer:
         token = self.token if token is None else token
-        return call(self.real.address, path, body, token=token, seconds=120.0)
+        return call(self.real.address, path, body, token=token, seconds=self.reply_s)
 
     def post_ok(self, path: str, **body: Any) -> Any:
         """Post a request that must succeed; return its answer."""

@@ -26,6 +26,7 @@ MODEL_NAME = "policy"
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # else vLLM has no routes for weights and pauses
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",

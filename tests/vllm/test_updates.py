@@ -72,6 +72,7 @@ def config_of(server: InsideServer, folder: Path, **publisher: Any) -> Experimen
     shutil.copy(secret, names.root / "secret")
     entry = {
         "address": server.real.address,
+        "dtype": "float32",
         "type": "vllm",
         "protocol": "vllm",
         "pid": server.real.process.pid,

@@ -10,7 +10,7 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit_queries import CHECKS, CLOSED, ENDS, ROWS, UNUSABLE
 from arealite.ext.audit.audit_report import IN_STATE, AuditReport, LedgerBalance
+from arealite.ext.served_policy.proof_file import proof_notes
 from arealite.system.ledger import schema
 from arealite.system.ledger.ledger import columns, connect, decode_header, read_any_format
 from arealite.system.ledger.payload_checks import decode_checked
@@ -104,11 +105,12 @@ def audit(
             db.text_factory = partial(str, encoding="utf-8", errors="replace")
             read_any_format(db)
             db.execute("BEGIN")  # one snapshot for all queries
-            return Audit(db, new_only).run(
+            report = Audit(db, new_only).run(
                 Guarantees.of(paths),
                 saved=max(saved_steps, default=0),
                 on_row=on_row,
             )
+            return replace(report, notes=[*report.notes, *proof_notes(path.parent)])
     except sqlite3.Error as error:
         raise UserError(
             f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.findings import Cause, Finding
-from arealite.api.hooks import WatchedSupervisor
+from arealite.api.launcher_hooks import WatchedSupervisor
 from arealite.base import log
 from arealite.ext.diagnosis.diagnosis import examine
 

@@ -58,7 +58,7 @@ class DistributedPublisher(ServersPublisher):
 
     @property
     def needs_republish(self) -> bool:
-        return bool(self.stale_servers())
+        return super().needs_republish or bool(self.stale_servers())
 
     def stale_servers(self) -> list[ServerControl]:
         """Return the servers that lack the newest version and can take it now, sorted by id."""

@@ -60,6 +60,7 @@ class CacheDecoder(BaseDecoder):
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
         self.running += generations
+        self._score_prompts(generations)
         lengths = [len(prompt) for prompt in prompts]
         with self._recorder(generations, sources, lengths):
             logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)

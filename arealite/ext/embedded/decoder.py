@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -164,6 +165,10 @@ class SlotCache(Cache):
         self._shape = (0, 0)
 
 
+def _on_cpu(*tensors: Tensor) -> list[np.ndarray]:
+    return [tensor.cpu().numpy() for tensor in tensors]
+
+
 def _common_length(prompts: Sequence[Ids]) -> int:
     """Return the number of first tokens that are equal in all prompts."""
     lowest = min(prompts)
@@ -267,11 +272,34 @@ class BaseDecoder(ABC):
     ) -> Tensor:
         """Draw a token for each generation and append it; return the tokens [B]."""
         ban_stops(logits_BV, generations)
-        tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
+        tokens_B, logprobs_B, top = draw(logits_BV, settings, self._generator)
         drawn = zip(generations, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
         for generation, token, logprob in drawn:
             generation.append(token, logprob)
+        if top is not None:
+            ids_BM, logprobs_BM = _on_cpu(*top)
+            for row, generation in enumerate(generations):
+                generation.append_top(ids_BM[row], logprobs_BM[row])
         return tokens_B
+
+    def _score_prompts(self, generations: Sequence[Generation]) -> None:
+        """Score the prompts of the requests that ask for it, without cache."""
+        for generation in generations:
+            begin = generation.scored_from
+            if begin is None:
+                continue
+            ids_1L = torch.tensor([generation.prompt], device=self._device)
+            logprobs_LV = self._prompt_logits(ids_1L)[begin:-1].float().log_softmax(-1)
+            logprobs_L1 = logprobs_LV.gather(1, ids_1L[0, begin + 1 :, None])
+            generation.prompt_logprobs = logprobs_L1[:, 0].tolist()
+            if generation.num_top:
+                top_logprobs_LM, top_ids_LM = logprobs_LV.topk(generation.num_top)
+                rows = _on_cpu(top_ids_LM, top_logprobs_LM)
+                generation.prompt_top_tokens = [*zip(*rows, strict=True)]
+
+    def _prompt_logits(self, ids_1L: Tensor) -> Tensor:
+        """Return the logits [L, V] of a prompt, without cache."""
+        return self.model(input_ids=ids_1L, use_cache=False).logits[0]
 
 
 class Decoder(BaseDecoder):
@@ -297,6 +325,7 @@ class Decoder(BaseDecoder):
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         self.running += generations
+        self._score_prompts(generations)
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
         prefix_length = 0
@@ -385,6 +414,13 @@ class Decoder(BaseDecoder):
             logits_to_keep=torch.tensor(positions, device=self._device) - begin,
         )
         return output.logits
+
+    def _prompt_logits(self, ids_1L: Tensor) -> Tensor:
+        # A trainer's model that packs rows needs the mask.
+        length = ids_1L.shape[1]
+        positions_L = torch.arange(length, device=self._device)
+        mask = self._mask(positions_L[None], length)
+        return self.model(input_ids=ids_1L, attention_mask=mask, use_cache=False).logits[0]
 
     def decode(self) -> None:
         settings = self._settings or self._rebuild()

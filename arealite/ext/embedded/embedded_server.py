@@ -99,6 +99,11 @@ class EmbeddedServer(LLMServer):
             await asyncio.to_thread(self.engine.close)
             await runner.cleanup()
 
+    @property
+    def entry_id(self) -> str:
+        """The id of its entry in the name registry."""
+        return self.address.removeprefix("http://").replace(":", "-")
+
     def stop(self, error: BaseException | None) -> None:
         """Make `serve` return, or raise RoleError if the engine crashed with `error`."""
         if not self._stopped.done():
@@ -142,12 +147,11 @@ class EmbeddedServer(LLMServer):
 
     async def _until_stopped(self, app: App) -> None:
         """Keep the server registered until it is stopped or its engine crashes."""
-        entry_id = self.address.removeprefix("http://").replace(":", "-")
         if self._shared is None:
-            vitals.rename(f"llm_server-{entry_id}")
+            vitals.rename(f"llm_server-{self.entry_id}")
         registered = self._registry.registered(
             "llm_server",
-            entry_id,
+            self.entry_id,
             lambda: self._entry(app),
             changed=self._model.changed,
         )
@@ -221,6 +225,7 @@ class EmbeddedServer(LLMServer):
             "type": "embedded" if self._shared is None else "shared",
             "version": info.pop("weight_version"),
             **info,
+            "dtype": app.dtype,
             "load": app.load(),
             "host": self.config.cluster.host,
             "pid": os.getpid(),

@@ -18,6 +18,9 @@ MAX_STOPS = 1024
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Bounded, because decoding a number takes quadratic time in its length."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TopTokens = tuple[np.ndarray, np.ndarray]
+"""Ids (int64) and log-probabilities (float32) of the most probable tokens, by falling probability;
+-inf: the token cannot be sampled."""
 StopsLimit = msgspec.Meta(max_length=MAX_STOPS)
 
 
@@ -29,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     temperature: float = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     stop: str | Annotated[list[str], StopsLimit] | None = None
     stop_token_ids: Annotated[list[Int32], StopsLimit] | None = None
     ignore_eos: bool = False
@@ -59,6 +63,16 @@ class Generation:
     """Set in the HTTP thread when a stream has new tokens, and at the end."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    num_top: int = 0
+    """Number of most probable tokens that are recorded at each sampled token."""
+    top_tokens: list[TopTokens] = field(default_factory=lambda: list[TopTokens]())
+    """Those of each token in `output`; [] unless they are requested."""
+    scored_from: int | None = None
+    """First position of the prompt whose later tokens are scored; None: no token is."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Of the tokens after `scored_from`, at temperature 1."""
+    prompt_top_tokens: list[TopTokens] = field(default_factory=lambda: list[TopTokens]())
+    """At the same positions."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight version, start, end) over `output`; all of it at the end. A stream has the tokens
     that the spans cover."""
@@ -125,6 +139,14 @@ class Generation:
             self.finish = {"type": "stop", "matched": stop_string}
         elif len(self.output) >= self.limit:
             self.finish = {"type": "length", "length": len(self.output)}
+
+    def append_top(self, ids_M: np.ndarray, logprobs_M: np.ndarray) -> None:
+        """Record the most probable tokens of the last token."""
+        if not self.num_top or not self.output:
+            return
+        ids_K = ids_M[: self.num_top]
+        logprobs_K = logprobs_M[: self.num_top]
+        self.top_tokens.append((ids_K, logprobs_K))
 
     def abort(self, message: str) -> None:
         """End the generation with the output it has."""

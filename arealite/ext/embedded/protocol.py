@@ -2,9 +2,15 @@
 
 Refusals have SGLang's texts where SGLang refuses the same. A token outside the vocabulary, which
 crashes SGLang, is refused here.
+
+With `top_logprobs_num`, all returned log-probabilities are those of the distribution that was
+sampled from: under top_p, top_k or min_p only of kept tokens, renormalised, where SGLang returns
+those of the whole vocabulary. `meta_info.is_renormalized` says so. A row has no token that cannot
+be sampled. `input_token_logprobs` are at temperature 1, as SGLang's.
 """
 
 import asyncio
+import math
 import uuid
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -14,7 +20,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from arealite.ext.embedded.generation import Generation, Int32, SamplingParams, TokenCount
+from arealite.ext.embedded.generation import (
+    Generation,
+    Int32,
+    SamplingParams,
+    TokenCount,
+    TopTokens,
+)
+
+MAX_SCORES = 2**26
+"""Log-probabilities of a scored prompt: its tokens, times the vocabulary."""
 
 
 class RequestRefused(Exception):
@@ -29,7 +44,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     return_logprob: bool = False
     logprob_start_len: Int32 | None = None
-    top_logprobs_num: Int32 = 0
+    top_logprobs_num: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     stream: bool = False
     image_data: Any = None
     video_data: Any = None
@@ -188,13 +203,14 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
             "Either text, input_ids or input_embeds should be provided. "
             "The embedded server takes input_ids only: no images, videos or audio."
         )
-    if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
-        raise RequestRefused("The embedded server returns logprobs of the sampled tokens only.")
     _check_sampling(sampling)
     limit = _token_limit(len(prompt), sampling.max_new_tokens, model.context_length)
     stop_ids = sampling.stop_token_ids or []
     _check_vocabulary("input_ids", prompt, model.vocab_size)
     _check_vocabulary("stop_token_ids", stop_ids, model.vocab_size)
+    num_top = 0
+    if body.return_logprob:
+        num_top = min(body.top_logprobs_num, model.vocab_size)
     stops = frozenset[int]()
     if not sampling.ignore_eos:  # else stop_token_ids are ignored, too, as SGLang does
         stops = model.eos_token_ids | frozenset(stop_ids)
@@ -207,9 +223,30 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         stop_strings=_stop_strings(sampling),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
         interval=(sampling.stream_interval or 1) if body.stream else 0,
+        num_top=num_top,
+        scored_from=_scored_from(body, len(prompt), model.vocab_size),
         wants_routing=body.return_routed_experts,
         routing_start=body.routed_experts_start_len,
     )
+
+
+def _scored_from(body: GenerateBody, prompt_length: int, vocab_size: int) -> int | None:
+    """Return the first position of the prompt whose later tokens are scored; None: no token is.
+
+    Raises:
+        RequestRefused: It is outside the prompt, or the prompt is too long.
+    """
+    begin = body.logprob_start_len
+    if begin in (None, -1) or not body.return_logprob:
+        return None
+    if not 0 <= begin < prompt_length:
+        raise RequestRefused(f"logprob_start_len must be in [0, {prompt_length}), got {begin}.")
+    if prompt_length * vocab_size > MAX_SCORES:
+        raise RequestRefused(
+            f"logprob_start_len: the prompt has {prompt_length} tokens, but the embedded server "
+            f"scores at most {MAX_SCORES // vocab_size} tokens of this vocabulary."
+        )
+    return begin
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -318,6 +355,11 @@ def answer(
     if logprobs:
         pairs = zip(generation.logprobs[start:end], output, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        if generation.num_top:
+            meta["output_top_logprobs"] = _entries(generation.top_tokens[start:end])
+            meta["is_renormalized"] = True
+        if is_last and generation.scored_from is not None:
+            meta |= _prompt_scores(generation)
     if is_last and generation.routing:
         routing = np.concatenate(generation.routing)[generation.routing_start :]
         meta["routed_experts"] = b64encode(routing.tobytes()).decode()
@@ -326,6 +368,35 @@ def answer(
         "output_ids": output,
         "meta_info": meta,
     }
+
+
+def _prompt_scores(generation: Generation) -> dict[str, object]:
+    """Return the scores of the prompt; the first position has none, as in SGLang."""
+    scored_ids = generation.prompt[generation.scored_from :]
+    logprobs = [None, *generation.prompt_logprobs]
+    pairs = zip(logprobs, scored_ids, strict=True)
+    scores: dict[str, object] = {
+        "input_token_logprobs": [[logprob, token, None] for logprob, token in pairs]
+    }
+    if generation.num_top:
+        rows = _entries(generation.prompt_top_tokens)
+        scores["input_top_logprobs"] = [None, *rows]
+    return scores
+
+
+def _entries(positions: list[TopTokens]) -> list[list[tuple[float, int, None]]]:
+    """Return [logprob, id, null] of each token that can be sampled, by position."""
+    entries = list[list[tuple[float, int, None]]]()
+    for ids_K, logprobs_K in positions:
+        pairs = zip(logprobs_K.tolist(), ids_K.tolist(), strict=True)
+        entries.append(
+            [
+                (logprob, token, None)  # in SGLang, the third is the text
+                for logprob, token in pairs
+                if logprob > -math.inf
+            ]
+        )
+    return entries
 
 
 def _text(generation: Generation) -> str:

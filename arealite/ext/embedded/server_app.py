@@ -45,7 +45,8 @@ encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 LONG_ANSWER = 10_000
-"""Tokens, which take 7 ms of CPU time to encode; a longer answer is encoded in another thread."""
+"""Log-probabilities, which take 7 ms of CPU time to encode; a longer answer is encoded in another
+thread."""
 
 NAME_TAKEN = "The specified group name has already been created, please use a different group name."
 
@@ -148,7 +149,7 @@ class App:
             version=self.engine.version,
             logprobs=body.return_logprob,
         )
-        if len(generation.output) > LONG_ANSWER:
+        if len(generation.output) * (1 + generation.num_top) > LONG_ANSWER:
             return _as_json(await asyncio.to_thread(make_answer))
         return _as_json(make_answer())
 
@@ -321,13 +322,18 @@ class App:
             "paused_s": self.engine.paused_s,
         }
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return str(self.engine.decoder.model.dtype).removeprefix("torch.")
+
     def _server_info(self) -> JsonBody:
         return self.describe() | {
             "version": arealite.__version__,
             "backend": "arealite-embedded",
             "tp_size": 1,
             "dp_size": 1,
-            "dtype": str(self.engine.decoder.model.dtype).removeprefix("torch."),
+            "dtype": self.dtype,
             "last_pause_s": self.engine.last_pause_s,
         }
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,18 @@ from transformers import GenerationConfig
 from arealite.api.engine import TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.api.llm_server import LLMServerConfig
-from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.api.publisher import PolicyProof, PublishReport, WeightPublisher
+from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.ext.embedded.config import EmbeddedServerConfig
 from arealite.ext.embedded.embedded_server import EmbeddedServer
+from arealite.impl.http_client import Pool
+from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.loop_thread import LoopThread
+from arealite.impl.publisher.servers import PROOF_S
 from arealite.system.health.waits import Wait
+from arealite.system.names.name_registry import NameRegistry
 
 logger = log.get(__name__)
 
@@ -52,6 +57,7 @@ class SharedPublisher(WeightPublisher):
             folder = Path(config.model.path).expanduser()
             module.generation_config = GenerationConfig.from_pretrained(folder)
         self.config = config.trainer.ppo.publisher
+        self._names = NameRegistry.of(config)
         self.server = EmbeddedServer(_server_config(config), shared=module)
         self._ready: Future[None] = Future()
         self._pause_s = 0.0
@@ -69,10 +75,42 @@ class SharedPublisher(WeightPublisher):
         self._pause_s = self._paused_at - begin
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Continue generation with the current parameters; `weights` is not used."""
+        """Continue generation with the current parameters; `weights` is not used.
+
+        Raises:
+            InvariantError: The server generates from other parameters.
+        """
         self._await("generation to continue", self.server.resume(str(version)))
         self._stall_s = time.perf_counter() - self._paused_at
+        if self.proof is not None:
+            self._prove(self.proof, version)
         return False
+
+    def _prove(self, proof: PolicyProof, version: int) -> None:
+        """Compare the server's scores, unless it has a long queue.
+
+        This runs in `stage`, because nobody pauses the server meanwhile.
+        """
+        proving = asyncio.run_coroutine_threadsafe(self._fault(proof, version), self._thread.loop)
+        with suppress(TimeoutError):
+            fault = proving.result(PROOF_S)
+            if fault:
+                raise InvariantError(f"the server in the trainer's process: {fault}")
+        proving.cancel()
+
+    async def _fault(self, proof: PolicyProof, version: int) -> str:
+        """Return why the server generates from other parameters; "" without a fault."""
+        entry = {"address": self.server.address}
+        control: type[ServerControl] = part_of_entry("server_control", entry)
+        with closing(Pool(self.config.timeout_s)) as pool:
+            server = control(
+                id=self.server.entry_id,
+                address=self.server.address,
+                pool=pool,
+                protocol=part_of_entry("server_protocol", entry)(),
+                headers=self._names.headers("shared"),
+            )
+            return await proof.fault(server.id, version, server.generate)
 
     def push(self, version: int) -> PublishReport:
         logger.info("weights published", version=version, servers=1, stall_s=self._stall_s)

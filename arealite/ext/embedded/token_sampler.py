@@ -3,12 +3,17 @@
 Rows may have different settings, because a batch mixes agents; the code is vectorised over rows. A
 setting that no row uses is not computed.
 
+SGLang's log-probabilities are those of the whole vocabulary, also if top_p, top_k or min_p cut the
+distribution. A row that asks for the most probable tokens gets those of the cut distribution
+instead, for the drawn token, too: the exact probabilities with which tokens are drawn.
+
 Shape letters: B = rows, V = vocabulary, K = blocks of it, W = tokens of a block, N = alternatives,
-F = rows that cut the distribution.
+F = rows that cut the distribution, M = most probable tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -18,6 +23,9 @@ from arealite.ext.embedded.generation import Generation, SamplingParams
 
 GREEDY_BELOW = 1e-6
 """Temperature below which the most probable token is taken."""
+Top = tuple[Tensor, Tensor]
+"""Ids and log-probabilities [B, M] of the most probable tokens, by falling probability; -inf: the
+token cannot be drawn."""
 BLOCK = 256
 """Tokens of a block; the first random number draws a block, the second a token in it."""
 
@@ -30,8 +38,20 @@ class Settings:
     """1 for greedy rows: their log-probabilities are raw."""
     greedy_B: Tensor | None
     all_greedy: bool
-    filtered: tuple[Tensor, Tensor, Tensor] | None
-    """(rows, top_k, top_p) of the rows that cut the distribution."""
+    cut: "CutRows | None"
+    num_top: int
+    """Largest number of most probable tokens that a row asks for."""
+
+
+class CutRows(NamedTuple):
+    """The rows that cut the distribution."""
+
+    rows_F: Tensor
+    top_k_F1: Tensor
+    top_p_F1: Tensor
+    min_p_F1: Tensor
+    is_exact_F1: Tensor
+    """Whether the row asks for the most probable tokens, and thus for exact log-probabilities."""
 
 
 def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: str) -> Settings:
@@ -47,25 +67,36 @@ def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: s
         for row, row_params in enumerate(params)
         if not is_greedy[row] and _cuts(row_params, vocab_size)
     ]
-    filtered = None
+    cut = None
     if cutting_rows:
         top_k = [params[row].top_k for row in cutting_rows]
         top_p = [params[row].top_p for row in cutting_rows]
+        min_p = [params[row].min_p for row in cutting_rows]
+        is_exact = [generations[row].num_top > 0 for row in cutting_rows]
         rows_F = torch.tensor(cutting_rows, device=device)
         top_k_F = torch.tensor([k if k > 0 else vocab_size for k in top_k], device=device)
         top_p_F = torch.tensor(top_p, device=device)
-        filtered = (rows_F, top_k_F[:, None], top_p_F[:, None])
+        min_p_F = torch.tensor(min_p, device=device)
+        is_exact_F = torch.tensor(is_exact, device=device)
+        cut = CutRows(
+            rows_F=rows_F,
+            top_k_F1=top_k_F[:, None],
+            top_p_F1=top_p_F[:, None],
+            min_p_F1=min_p_F[:, None],
+            is_exact_F1=is_exact_F[:, None],
+        )
     return Settings(
         temperature_B1=torch.tensor(temperatures, device=device)[:, None],
         greedy_B=torch.tensor(is_greedy, device=device) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
-        filtered=filtered,
+        cut=cut,
+        num_top=max(generation.num_top for generation in generations),
     )
 
 
 def _cuts(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether top_p or top_k excludes tokens."""
-    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+    """Return whether top_p, top_k or min_p excludes tokens."""
+    return params.top_p < 1.0 or 0 < params.top_k < vocab_size or params.min_p > 0.0
 
 
 def ban_stops(logits_BV: Tensor, generations: Sequence[Generation]) -> None:
@@ -80,11 +111,14 @@ def ban_stops(logits_BV: Tensor, generations: Sequence[Generation]) -> None:
         logits_BV[banned_rows, banned_tokens] = -torch.inf
 
 
-def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Return tokens [B] and their log_softmax(logits / T) [B], float32.
+def draw(
+    logits_BV: Tensor,
+    settings: Settings,
+    generator: Generator,
+) -> tuple[Tensor, Tensor, Top | None]:
+    """Return tokens [B], their log_softmax(logits / T) [B], float32, and the most probable tokens.
 
-    Log-probabilities are not renormalised after top_k and top_p (as SGLang's). Float32 logits are
-    overwritten: on a CPU, each copy of them takes a thirtieth of a decode step.
+    Float32 logits are overwritten: on a CPU, each copy of them takes a thirtieth of a decode step.
     """
     best_B = None if settings.greedy_B is None else logits_BV.argmax(-1)
     scores_BV = logits_BV.float().div_(settings.temperature_B1)
@@ -93,13 +127,15 @@ def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[T
     blocks_BKW = _blocks(weights_BV)
     sums_BK = blocks_BKW.sum(-1)
     total_B1 = sums_BK.sum(-1, keepdim=True)
-    if settings.filtered is not None:
-        rows_F, top_k_F1, top_p_F1 = settings.filtered
-        weights_FV = weights_BV[rows_F]
-        mass_F1 = top_p_F1 * total_B1[rows_F]
-        kept_FKW = _blocks(_cut(weights_FV, top_k_F1, mass_F1))
+    cut = settings.cut
+    if cut is not None:
+        rows_F = cut.rows_F
+        total_F1 = total_B1[rows_F]
+        kept_FKW = _blocks(_cut(weights_BV[rows_F], cut, total_F1))
         blocks_BKW[rows_F] = kept_FKW
         sums_BK[rows_F] = kept_FKW.sum(-1)
+        kept_total_F1 = sums_BK[rows_F].sum(-1, keepdim=True)
+        total_B1[rows_F] = torch.where(cut.is_exact_F1, kept_total_F1, total_F1)
     if best_B is not None and settings.all_greedy:
         tokens_B = best_B
     else:
@@ -108,7 +144,12 @@ def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[T
         if best_B is not None and settings.greedy_B is not None:
             tokens_B = torch.where(settings.greedy_B, best_B, tokens_B)
     probs_B1 = weights_BV.gather(-1, tokens_B[:, None]) / total_B1
-    return tokens_B, probs_B1.log_()[:, 0]
+    top = None
+    if settings.num_top:
+        top_weights_BM, top_ids_BM = blocks_BKW.flatten(1).topk(settings.num_top)
+        top_logprobs_BM = (top_weights_BM / total_B1).log_()
+        top = (top_ids_BM, top_logprobs_BM)
+    return tokens_B, probs_B1.log_()[:, 0], top
 
 
 def _blocks(weights_BV: Tensor) -> Tensor:
@@ -144,11 +185,15 @@ def _draw_index(weights_BN: Tensor, generator: Generator) -> Tensor:
     return index_B.clamp(max=weights_BN.shape[-1] - 1)
 
 
-def _cut(weights_FV: Tensor, top_k_F1: Tensor, mass_F1: Tensor) -> Tensor:
-    """Zero the tokens outside the `top_k` with the largest weights, and outside the mass."""
+def _cut(weights_FV: Tensor, cut: CutRows, total_F1: Tensor) -> Tensor:
+    """Zero the tokens outside top_k, top_p and min_p.
+
+    The weights of a row add up to `total_F1`, and the largest is 1.
+    """
     ordered_FV, order_FV = weights_FV.sort(-1, descending=True)
     mass_before_FV = ordered_FV.cumsum(-1) - ordered_FV
     rank_V = torch.arange(weights_FV.shape[-1], device=weights_FV.device)
-    is_cut_FV = (rank_V >= top_k_F1) | (mass_before_FV > mass_F1)
+    is_cut_FV = (rank_V >= cut.top_k_F1) | (mass_before_FV > cut.top_p_F1 * total_F1)
+    is_cut_FV |= ordered_FV < cut.min_p_F1
     kept_FV = ordered_FV.masked_fill(is_cut_FV, 0.0)
     return torch.zeros_like(weights_FV).scatter_(-1, order_FV, kept_FV)

@@ -183,6 +183,7 @@ class ExternalServers:
                     "model_type": description.model_type,
                     "architectures": description.architectures,
                     "context_length": description.context_length,
+                    "dtype": description.dtype,
                     "version": description.version,
                     "host": address.rpartition(":")[0],
                     "pid": description.start_id,

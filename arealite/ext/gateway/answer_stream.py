@@ -3,7 +3,13 @@
 import msgspec
 
 from arealite.api.llm import LLMRequest
-from arealite.api.server_protocol import ServerAnswer, ServerProtocol, VersionSpan, mismatch
+from arealite.api.server_protocol import (
+    ServerAnswer,
+    ServerProtocol,
+    TopRow,
+    VersionSpan,
+    mismatch,
+)
 from arealite.impl.client.answer_checks import parse_version
 
 
@@ -21,6 +27,7 @@ class TokenStream:
         self._unparsed = b""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top_tokens: list[TopRow] = []
         self._spans: list[VersionSpan] = []
         self._output_text = ""
         self._withholds = False
@@ -51,6 +58,7 @@ class TokenStream:
         new_ids = event.output_ids
         self._ids += new_ids
         self._logprobs += event.logprobs
+        self._top_tokens += event.top_tokens or []
         if len(self._ids) < event.num_tokens:
             raise mismatch(event.num_tokens, len(self._ids))
         if event.is_whole_text:
@@ -60,6 +68,7 @@ class TokenStream:
         self._add_versions(event, num_before)
         event.output_ids = self._ids
         event.logprobs = self._logprobs
+        event.top_tokens = self._top_tokens
         event.spans = self._spans
         event.text = self._output_text
         self.answer = event

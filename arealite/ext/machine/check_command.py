@@ -29,6 +29,10 @@ def main(argv: Sequence[str]) -> int:
         from arealite.ext.machine import command
 
         return command.main(argv)
+    if "--served" in argv:
+        from arealite.ext.served_policy import check_served
+
+        return check_served.main(argv)
     if "--model" in argv:
         return _compare_model([word for word in argv if word != "--model"])
     stages = configs.parse_stages(
@@ -36,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
         command="arealite check",
         description=(
             "Check a run without starting it: config, model, data, servers, memory, disk."
-            "\nAlso: `arealite check --model --help`, `arealite check --machine --help`."
+            "\nAlso: `arealite check --model --help`, `arealite check --machine --help`, "
+            "`arealite check --served --help`."
         ),
     )
     for config in stages:

@@ -107,6 +107,8 @@ class ContextGroup(EngineExtension):
         column_N = batch.index_N % width
         is_own_N = column_N // local_width == self.rank
         own_N = is_own_N.nonzero()[:, 0]
+        top_ids_NK = batch.top_ids_NK
+        is_truncated_N = batch.is_truncated_N
         local_index_N = row_N * local_width + column_N - begin
         return replace(
             batch,
@@ -115,6 +117,8 @@ class ContextGroup(EngineExtension):
             index_N=local_index_N[own_N],
             targets_N=batch.targets_N[own_N],
             temperature_N=batch.temperature_N[own_N],
+            top_ids_NK=None if top_ids_NK is None else top_ids_NK[own_N],
+            is_truncated_N=None if is_truncated_N is None else is_truncated_N[own_N],
             own_N=own_N,
             routing_BWR=routing_BWR,
         )
@@ -129,7 +133,7 @@ class ContextGroup(EngineExtension):
             return outputs
         gathered = dict[str, Tensor]()
         for name, values in outputs.items():
-            values_N = values.new_zeros(len(batch.rows_N))
+            values_N = values.new_zeros((len(batch.rows_N), *values.shape[1:]))
             values_N.index_copy_(0, batch.own_N, values.detach())
             dist.all_reduce(values_N, group=self.group)
             gathered[name] = values_N.index_copy(0, batch.own_N, values)

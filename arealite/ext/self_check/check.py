@@ -34,14 +34,7 @@ from arealite.api.server_protocol import (
 )
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.base.model_folder import (
-    exact_length,
-    experts_of,
-    read_json,
-    read_shapes,
-    text_part,
-    vocab_size,
-)
+from arealite.base.model_folder import experts_of, read_json, read_shapes, text_part
 from arealite.ext.self_check.difference_reasons import (
     ROUNDING,
     Bound,
@@ -52,6 +45,7 @@ from arealite.ext.self_check.difference_reasons import (
     tensor_reason,
 )
 from arealite.ext.self_check.plain_copy import PlainModel, first_difference, obstacle, watched
+from arealite.ext.self_check.probe_rows import LONGEST, random_rows, room_of
 from arealite.ext.weights.checksums import Sums, sums
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.trainer.rank_group import World
@@ -68,8 +62,6 @@ LENGTHS = (1, 2, 3, 7, 12, 20, 33, 48)
 """Tokens of each prompt. A model with a sliding window gets a further, longer prompt."""
 NEW = 24
 """Tokens that a server generates for each prompt; at most half of its context."""
-LONGEST = 8192
-"""Tokens of the longest row. Longer sliding windows are not tested."""
 
 
 def self_check(
@@ -99,6 +91,20 @@ def self_check(
         logger.warning("self-check incomplete", seconds=seconds, **check.outcomes)
     else:
         logger.info("self-check passed", seconds=seconds, **check.outcomes)
+
+
+def served_dtype(config: ExperimentConfig, reported: str | None) -> str:
+    """Return the dtype in which a server should compute.
+
+    It is the option model.dtype for a server that this run starts. For another server it is the
+    dtype that the server reports, or bfloat16 if the report has none.
+    """
+    dtype = reported
+    if config.launcher.llm_servers:
+        words = server_overrides(config)
+        overrides = dict(word.split("=", 1) for word in words)
+        dtype = overrides["model.dtype"].strip('"')
+    return dtype if dtype in ROUNDING else "bfloat16"
 
 
 class SelfCheck:
@@ -226,21 +232,15 @@ class SelfCheck:
 
         Both together fit into `context` and the model's own context.
         """
-        text_config = text_part(self.model)
-        model_context = exact_length(self.model) or text_config.get("max_position_embeddings")
-        room = min(context or LONGEST, model_context or LONGEST)
+        room = room_of(self.model, context)
         num_new = max(1, min(NEW, room // 2))
         lengths = [*LENGTHS]
-        window = text_config.get("sliding_window") or 0
+        window = text_part(self.model).get("sliding_window") or 0
         if 0 < window <= LONGEST:
             lengths.append(window + LENGTHS[-1])
         longest = max(1, room - num_new)
-        num_ids = vocab_size(self.model) or 1024
-        low = num_ids // 8
-        high = num_ids * 3 // 4  # special tokens are at the ends
-        rng = np.random.default_rng(0)
         fitting = [length for length in lengths if length <= longest]
-        prompts = [rng.integers(low, high, length).tolist() for length in fitting]
+        prompts = random_rows(self.model, fitting, seed=0)
         return prompts, num_new
 
     def row(self, prompt: list[int], output: list[int]) -> Sequence:
@@ -338,17 +338,8 @@ class SelfCheck:
         )
 
     def dtype_of(self, info: dict[str, Any]) -> str:
-        """Return the dtype in which a server should compute.
-
-        It is the option model.dtype for a server that this run starts. For another server it is the
-        dtype that the server reports, or bfloat16 if the report has none.
-        """
-        dtype = info.get("dtype")
-        if self.config.launcher.llm_servers:
-            words = server_overrides(self.config)
-            overrides = dict(word.split("=", 1) for word in words)
-            dtype = overrides["model.dtype"].strip('"')
-        return dtype if dtype in ROUNDING else "bfloat16"
+        """Return the dtype in which a server should compute; see `served_dtype`."""
+        return served_dtype(self.config, info.get("dtype"))
 
     # ------------------------------------------------------------ the reason
 

@@ -42,6 +42,9 @@ LOAD_S = 1.0
 """Time limit of a request for the load; a server may not reply while it loads weights."""
 TERMINATE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. A paused SGLang with requests never exits by itself."""
+CLOSED_S = 5.0
+"""Time to exit for a server that has closed its port, for example because its engine has died. An
+open request can keep such a process alive."""
 KILL_S = 30.0
 SILENT = (DeadlineError, OSError)
 """Errors of a request to a server that does not reply."""
@@ -110,6 +113,8 @@ class ServerProcess(Supervisor):
         self._changed = asyncio.Event()
         self._replied = 0.0
         """Monotonic time of the last reply with the server's version."""
+        self._has_closed_port = False
+        """Whether the last connection was refused."""
         self._served = False
         """Whether the server was ever registered; an earlier failure is an error in the config."""
 
@@ -162,13 +167,12 @@ class ServerProcess(Supervisor):
         try:
             await self._healthy()
             healthy_since = time.monotonic()
-            registered = self._registry.registered(
+            async with self._registry.registered(
                 "llm_server",
                 self.entry_id,
                 self._value,
                 changed=self._changed,
-            )
-            async with registered:
+            ):
                 self._served = True
                 self.roles[0].budget.mark_up()
                 await follow(  # raises when the server is silent, or needs a restart
@@ -179,12 +183,12 @@ class ServerProcess(Supervisor):
                     heartbeat_s=self._registry.heartbeat_s,
                 )
         except (ArealiteError, OSError) as error:
+            if self._has_closed_port:
+                await asyncio.sleep(CLOSED_S)  # cancelled when the process exits by itself
             child.reason = str(error)
             child.kill()
         finally:
-            healthy_s = time.monotonic() - healthy_since
-            if healthy_s > STEADY_S:
-                self._steady_runs += 1
+            self._steady_runs += time.monotonic() - healthy_since > STEADY_S
 
     def is_needed(self, role: Role, dead: Child) -> bool:
         """Return True: a server that was healthy once is always restarted.
@@ -266,6 +270,7 @@ class ServerProcess(Supervisor):
                 "address": self.address,
                 **self.launch.metadata,
                 "context_length": description.context_length,
+                "dtype": description.dtype,
                 "pid": self.children[0].pid,
             }
             for path in self.launch.program.warm_up_paths:
@@ -300,7 +305,7 @@ class ServerProcess(Supervisor):
 
         Raises:
             DeadlineError: the server is silent.
-            RoleError: the server needs a restart.
+            RoleError: the server needs a restart, or has closed its port.
         """
         path = self.protocol.version_path
         asking = asyncio.create_task(self._read_version(path), name=f"version of {self.address}")
@@ -321,14 +326,19 @@ class ServerProcess(Supervisor):
         return version
 
     async def _sign_of_life(self, asking: "asyncio.Task[str | int | None]") -> None:
-        """Wait until the version is known, or a busy server answers `health_path`."""
-        while True:
+        """Wait until the version is known, or a busy server answers `health_path`.
+
+        Raises:
+            RoleError: the server has closed its port.
+        """
+        health_path = self.protocol.health_path
+        while not self._has_closed_port:
             await asyncio.wait([asking], timeout=HEALTH_S)
-            health_path = self.protocol.health_path
             if asking.done() or (
                 health_path and await self._get(health_path, HEALTH_S) is not None
             ):
                 return
+        raise RoleError("it has closed its port, and did not exit")
 
     async def _read_version(self, path: str) -> str | int | None:
         """Repeat a request for the version until the server replies."""
@@ -344,11 +354,6 @@ class ServerProcess(Supervisor):
             return None if answer is None else self.protocol.read_load(answer)
         return None
 
-    async def _has_requests(self, seconds: float) -> bool:
-        """Return whether requests run or wait; False if the server does not reply in time."""
-        load = await self._load(seconds)
-        return load is not None and load["running"] + load["waiting"] > 0
-
     @property
     def _reply_s(self) -> float:
         """Time limit of a request that is repeated, in seconds."""
@@ -363,17 +368,23 @@ class ServerProcess(Supervisor):
             await asyncio.sleep(POLL_S)
 
     async def _get_json(self, path: str) -> Json:
-        """Return the JSON reply to a GET; {} without a reply in JSON."""
-        return json_object(await self._get(path, self._reply_s))
+        """Return the JSON reply to a GET; {} without a reply in JSON.
+
+        A server that has no time to reply is not one without the route, so the limit is long.
+        """
+        return json_object(await self._get(path, self.options.start_timeout_s))
 
     async def _get(self, path: str, seconds: float, body: Json | None = None) -> bytes | None:
         """Return the reply to a GET, or to a POST if there is a body; None without a reply."""
         url = self.address + path
-        with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
-            status, raw = await self._pool.request(url, self._registry.headers(), body)
-            if status < 400:
-                return raw
-        return None
+        try:
+            with self._bounded(f"an answer of {url}", seconds):
+                status, raw = await self._pool.request(url, self._registry.headers(), body)
+        except SILENT as error:
+            self._has_closed_port = isinstance(error, ConnectionRefusedError)
+            return None
+        self._has_closed_port = False
+        return raw if status < 400 else None
 
     async def _drain(self, child: Child) -> None:
         """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.
@@ -383,7 +394,7 @@ class ServerProcess(Supervisor):
         """
         drain_s = self.options.drain_timeout_s
         with suppress(DeadlineError), self._bounded("its last requests", drain_s):
-            while await self._has_requests(drain_s):  # noqa: ASYNC110
+            while (load := await self._load(drain_s)) and load["running"] + load["waiting"]:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         child.send(signal.SIGTERM)
         with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):

@@ -3,9 +3,9 @@
 Checked against SGLang 0.5.9 to 0.5.23.
 """
 
+import math
 from base64 import b64decode
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,8 @@ from arealite.api.server_protocol import (
     ServerAnswer,
     ServerDescription,
     ServerProtocol,
+    TokenScore,
+    TopRow,
     VersionSpan,
     mismatch,
 )
@@ -34,7 +36,9 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True):
     input_ids: list[int] | msgspec.Raw
     sampling_params: dict[str, object]
     return_logprob: bool = True
+    top_logprobs_num: int | msgspec.UnsetType = msgspec.UNSET
     stream: bool = False
+    logprob_start_len: int | msgspec.UnsetType = msgspec.UNSET
     return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -54,8 +58,15 @@ class Meta(msgspec.Struct, kw_only=True):
 
     finish_reason: FinishReason | None
     """None before the end of a stream."""
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    """[logprob, token id, text or null] of each token."""
+    output_token_logprobs: list[TokenScore] = []
+    """Of each token."""
+    output_top_logprobs: list[TopRow] | None = None
+    is_renormalized: bool = False
+    """Reported by the embedded server."""
+    input_token_logprobs: list[TokenScore] = []
+    """Of each token of the prompt, with logprob_start_len=0."""
+    input_top_logprobs: list[TopRow | None] = []
+    """Of the most probable tokens at each place of the prompt."""
     weight_versions: list[VersionSpan] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
@@ -97,6 +108,7 @@ class SGLangProtocol(ServerProtocol):
             "max_new_tokens": sampling.max_new_tokens - request.num_sampled,
             "min_new_tokens": max(0, sampling.min_new_tokens - request.num_sampled),
         }
+        del sampling_params["top_logprobs"]
         if request.is_stream:
             sampling_params["stream_interval"] = STREAM_INTERVAL
         body = SGLangRequestBody(
@@ -105,6 +117,10 @@ class SGLangProtocol(ServerProtocol):
             sampling_params=sampling_params,
             stream=request.is_stream,
         )
+        if request.num_top:
+            body.top_logprobs_num = request.num_top
+        if request.scores_prompt:
+            body.logprob_start_len = 0
         if request.with_routing:
             body.return_routed_experts = True
             body.routed_experts_start_len = request.routing_start
@@ -122,11 +138,14 @@ class SGLangProtocol(ServerProtocol):
                 num_tokens = meta.completion_tokens
             is_whole_text = num_event_tokens == num_tokens
             _cut_earlier(body, num_before, num_tokens)
+        *_, last_top = [None, *meta.input_top_logprobs]
         finish = meta.finish_reason
         status = (finish and finish.status_code) or 0
         return ServerAnswer(
             output_ids=body.output_ids,
             logprobs=_logprobs(body),
+            top_tokens=meta.output_top_logprobs,
+            is_renormalized=meta.is_renormalized,
             spans=meta.weight_versions or [],
             newest_version=meta.weight_version,
             finish=finish and finish.type,
@@ -137,6 +156,8 @@ class SGLangProtocol(ServerProtocol):
             text=body.text or "",
             is_whole_text=is_whole_text,
             expert_ids=_expert_ids(meta.routed_experts),
+            prompt_logprobs=_scores(meta.input_token_logprobs[1:]),
+            prompt_top_logprobs=_scores(last_top or []),
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
@@ -187,6 +208,11 @@ def _logprobs(body: SGLangAnswerBody) -> list[float]:
     return logprobs  # type: ignore[return-value]
 
 
+def _scores(scores: TopRow) -> list[float]:
+    """Return the logprobs; NaN where SGLang has none."""
+    return [math.nan if logprob is None else logprob for logprob, _, _ in scores]
+
+
 def _cut_earlier(body: SGLangAnswerBody, num_before: int, num_tokens: int) -> None:
     """Remove the tokens that earlier events of a stream had.
 
@@ -205,6 +231,8 @@ def _cut_earlier(body: SGLangAnswerBody, num_before: int, num_tokens: int) -> No
         raise mismatch(num_tokens, num_before + num_logprobs)
     del body.output_ids[: max(0, len(body.output_ids) - num_new)]
     del meta.output_token_logprobs[: num_logprobs - num_new]
+    if meta.output_top_logprobs is not None:
+        del meta.output_top_logprobs[: num_logprobs - num_new]
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

@@ -21,7 +21,11 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     rows = list[Row]()
     ages_of_rows = list[np.ndarray]()  # of all rows
     versions_of_rows = list[np.ndarray]()  # of `rows`
+    num_truncated = 0
+    num_unknown = 0
     for trajectory in batch.local:
+        num_truncated += trajectory.num_truncated
+        num_unknown += trajectory.num_unknown
         for row, versions_T in zip(trajectory.rows, trajectory.versions, strict=True):
             loss_versions = versions_T[row.loss_mask]
             ages_of_rows.append(batch.step - loss_versions)
@@ -49,6 +53,8 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
             in_loss("behav_logprobs"),
             is_current=joined(versions_of_rows) == batch.step,
         ),
+        "truncated": np.asarray(num_truncated),
+        "unknown_set": np.asarray(num_unknown),
         "scored": np.ones(len(batch.scores)),
         "score": np.asarray(batch.scores),
         **reference_values(prox_logprobs, in_loss("ref_logprobs")),
@@ -130,6 +136,8 @@ def token_metrics(
     if current := sums["current"]:
         metrics["mismatch/logprob_abs_diff_mean_current"] = sums["diff_current"] / current
         metrics["mismatch/logprob_abs_diff_max_current"] = maxima["diff_current"]
+    if truncated := sums["truncated"]:
+        metrics["mismatch/unknown_set_frac"] = sums["unknown_set"] / truncated
     if aged := sums["aged"]:
         metrics["staleness/token_mean"] = sums["stale"] / aged
         metrics["staleness/token_max"] = maxima["stale"]

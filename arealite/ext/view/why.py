@@ -14,6 +14,7 @@ from arealite.base.trial_files import RunPaths
 from arealite.cli.options import run_parser
 from arealite.ext.diagnosis.diagnosis import examine
 from arealite.ext.diagnosis.explain import explain
+from arealite.ext.served_policy.proof_file import proof_notes
 from arealite.system.health.vitals import read_roles
 
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     if paths.end.exists():
         print(fold(f"the launcher ended: {paths.end.read_text()}"))
     print(fold(explain(folder, findings, logs=paths.logs)))
+    for note in proof_notes(paths.root):
+        print(fold(note))
     return 1 if findings else 0
 
 

@@ -18,6 +18,7 @@ from arealite.api.server_protocol import (
     ServerAnswer,
     ServerDescription,
     ServerProtocol,
+    TopRow,
     VersionSpan,
     mismatch,
 )
@@ -51,10 +52,11 @@ class VLLMRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
-    """A sampled token."""
+    """A sampled token, or one of its most probable alternatives."""
 
     token_id: int
     logprob: float
+    top_logprobs: list["TokenLogprob"] = []
 
 
 class LogprobList(msgspec.Struct, kw_only=True):
@@ -75,10 +77,23 @@ class OutputChoice(msgspec.Struct, kw_only=True):
     """base64 of an .npy file: integers [tokens - 1, layers, experts per token]."""
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token at a place of the prompt: the token itself, or one of the most probable ones."""
+
+    logprob: float
+    rank: int
+
+
+PromptPlace = dict[int, PromptLogprob]
+"""By token id: the token of the prompt itself, which comes first, and the most probable ones."""
+
+
 class VLLMAnswerBody(msgspec.Struct, kw_only=True):
     """A response of /inference/v1/generate."""
 
     choices: list[OutputChoice]
+    prompt_logprobs: list[PromptPlace | None] | None = None
+    """For each token of the prompt; null for the first one."""
 
 
 encode_body = msgspec.json.Encoder().encode
@@ -103,7 +118,7 @@ class VLLMProtocol(ServerProtocol):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": max(0, sampling.top_k),
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -112,11 +127,13 @@ class VLLMProtocol(ServerProtocol):
             "stop": sampling.stop,
             "stop_token_ids": sampling.stop_token_ids,
             "ignore_eos": request.ignore_eos,
-            "logprobs": 0,
+            "logprobs": request.num_top,
             "detokenize": bool(sampling.stop),
         }
         if request.is_stream:
             sampling_params["stream_interval"] = STREAM_INTERVAL
+        if request.scores_prompt:
+            sampling_params["prompt_logprobs"] = request.num_top
         if request.with_routing:
             sampling_params["routed_experts_prompt_start"] = request.routing_start
         body = VLLMRequestBody(
@@ -128,21 +145,27 @@ class VLLMProtocol(ServerProtocol):
         return encode_body(body)
 
     def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:
-        choices = decode_body(raw).choices
+        body = decode_body(raw)
+        choices = body.choices
         if not choices:
             return ServerAnswer(output_ids=[], logprobs=[], num_tokens=num_before or 0)
         choice = choices[0]
         output_ids = choice.token_ids or []
+        places = [place for place in body.prompt_logprobs or [] if place]
         spans = choice.weight_versions or []
         return ServerAnswer(
             output_ids=output_ids,
             logprobs=_logprobs(choice, output_ids),
+            top_tokens=_top_tokens(choice),
+            is_renormalized=True,
             spans=spans,
             newest_version=spans[-1].version if spans else None,
             finish=choice.finish_reason,
             num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
             expert_ids=_expert_ids(choice.routed_experts),
+            prompt_logprobs=[_first(place).logprob for place in places],
+            prompt_top_logprobs=_top_logprobs(places[-1]) if places else [],
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
@@ -180,7 +203,7 @@ class VLLMProtocol(ServerProtocol):
             version=version,
             context_length=model.get("max_model_len"),
             start_id=config.get("instance_id"),
-            dtype=str(model_config.get("dtype")).removeprefix("torch."),
+            dtype=str(model_config.get("dtype") or "").removeprefix("torch."),
             quantization=model_config.get("quantization"),
         )
 
@@ -216,6 +239,30 @@ def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:
     if ids != output_ids or NO_LOGPROB in logprobs:
         raise mismatch(len(output_ids), len(ids))
     return logprobs
+
+
+def _top_tokens(choice: OutputChoice) -> list[TopRow]:
+    """Return the most probable tokens that could be sampled, by position."""
+    content = (choice.logprobs and choice.logprobs.content) or []
+    return [
+        [
+            (top.logprob, top.token_id, None)
+            for top in token.top_logprobs
+            if top.logprob != NO_LOGPROB
+        ]
+        for token in content
+    ]
+
+
+def _first(place: PromptPlace) -> PromptLogprob:
+    """Return the token of the prompt itself."""
+    return next(iter(place.values()))
+
+
+def _top_logprobs(place: PromptPlace) -> list[float]:
+    """Return the log-probabilities of the most probable tokens, from the highest on."""
+    ranked = sorted(place.values(), key=lambda token: token.rank)
+    return [token.logprob for token in ranked if token.rank <= len(ranked)]
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

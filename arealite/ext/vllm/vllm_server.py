@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ServerConfig
+from arealite.api.llm import MAX_TOP
 from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.base.model_folder import text_part
@@ -93,7 +94,7 @@ class VLLMServer(ServerGroup):
                 f"Name a Python that {VLLM.setup_script} made, or set llm_server.vllm.device=cuda."
             )
         size = head_size(model)
-        if size is not None and size not in CPU_HEAD_SIZES:
+        if size and size not in CPU_HEAD_SIZES:
             raise UserError(
                 f"model.path={self.config.model.path} has attention heads of {size} numbers, "
                 f"but vLLM has only {', '.join(map(str, sorted(CPU_HEAD_SIZES)))} on a CPU. "
@@ -116,6 +117,9 @@ class VLLMServer(ServerGroup):
         }
         if devices is None:
             required["VLLM_CPU_KVCACHE_SPACE"] = str(self.options.kv_cache_gb)
+            if self.options.enforce_eager is not False:
+                # Else the sampler is compiled at the first token, by g++ for half of the start.
+                required["TORCHDYNAMO_DISABLE"] = "1"
         else:
             required["CUDA_VISIBLE_DEVICES"] = devices
         return {**ENVIRONMENT, **os.environ, **required}
@@ -133,6 +137,7 @@ class VLLMServer(ServerGroup):
             "--tensor-parallel-size": options.tp,
             "--gpu-memory-utilization": options.gpu_memory_utilization,
             "--max-num-seqs": options.max_num_seqs,
+            "--max-logprobs": MAX_TOP + 1,
             "--uvicorn-log-level": "warning",
         }
         words = [

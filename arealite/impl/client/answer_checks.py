@@ -3,6 +3,7 @@
 They are separate from the client, so that tests need no server.
 """
 
+import math
 from collections.abc import Collection
 from functools import lru_cache
 
@@ -106,6 +107,22 @@ def routing(answer: ServerAnswer, experts: Experts, tokens: int) -> bytes:
             f"{expected_length} numbers below {experts.number} were expected."
         )
     return expert_ids.astype(f"<u{experts.width}").tobytes()
+
+
+def prompt_logprobs(answer: ServerAnswer, request: LLMRequest) -> list[float]:
+    """Return the logprobs of the prompt's tokens but the first one.
+
+    Raises:
+        GenerationRefused: the server returned none, or not one for each token.
+    """
+    num_scored = len(request.input_ids) - 1
+    logprobs = answer.prompt_logprobs[:num_scored]
+    if len(logprobs) < num_scored or any(map(math.isnan, logprobs)):
+        raise GenerationRefused(
+            f"{request.request_id}: the server returned {len(logprobs)} log-probabilities "
+            f"of a prompt of {num_scored + 1} tokens; use another kind of server to score tokens."
+        )
+    return logprobs
 
 
 def check_stream(request: LLMRequest, answer: ServerAnswer, protocol: ServerProtocol) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.api.server_protocol import (
+    SERVER_START_S,
     AnswerStream,
     AnswerStreamMaker,
     GenerateRequest,
@@ -23,7 +24,7 @@ from arealite.api.server_protocol import (
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
-from arealite.impl.client import answer_checks
+from arealite.impl.client import answer_checks, top_tokens
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.impl.http_client import Pool, error_message
@@ -37,8 +38,6 @@ MAX_SERVER_ERRORS = 8
 MAX_BACKOFF_S = 2.0
 NO_ROUTING = "for SGLang, set --enable-return-routed-experts; else use collector.routing=ignore"
 RETRIED_STATUSES = frozenset((408, 425, 429))
-OWN_SERVER_S = 600.0
-"""How long a server that the run starts may load its model; its supervisor reports a failure."""
 COUNTERS = (
     *("requests", "interruptions", "resubmissions", "failovers"),
     *("server_errors", "stale_answers", "server_waits", "server_wait_s"),
@@ -55,6 +54,9 @@ class GenerationState:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routing: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    prompt_logprobs: list[float] = field(default_factory=list)
     interruptions: int = 0
     sent: int = 0
     failures: int = 0
@@ -70,6 +72,8 @@ class GenerationState:
             self.versions += resumed.versions
             self.interruptions = resumed.interruptions + 1
             self.routing = resumed.routing
+            num_top = self.request.sampling.top_logprobs
+            self.top_ids, self.top_logprobs = top_tokens.resumed_record(resumed, num_top)
 
     def response(self, stop_reason: str = "") -> LLMResponse:
         """Return a copy of the tokens sampled so far."""
@@ -80,7 +84,15 @@ class GenerationState:
             stop_reason=stop_reason,
             interruptions=self.interruptions,
             routing=self.routing,
+            top_ids=self.top_ids,
+            top_logprobs=self.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+    def add_top(self, record: top_tokens.TopRecord) -> None:
+        """Add the most probable tokens of an answer."""
+        self.top_ids += record.ids
+        self.top_logprobs += record.logprobs
 
     def add_routing(self, routing: bytes, token_bytes: int) -> None:
         """Set the newest record; without one, mark the tokens since the last as not recorded."""
@@ -107,7 +119,7 @@ class ServersClient(LLMClient):
         self._records_routing = args.trainer.ppo.collector.routing != "ignore"
         self._server_wait_s = args.server_wait_s
         if args.launcher.llm_servers:
-            self._server_wait_s = max(args.server_wait_s, OWN_SERVER_S)
+            self._server_wait_s = max(args.server_wait_s, SERVER_START_S)
         self._router = Router()
         self._directory = Directory(
             self._router,
@@ -274,10 +286,12 @@ class ServersClient(LLMClient):
             rid=rid,
             input_ids=ids,
             sampling=request.sampling,
+            num_top=top_tokens.num_requested(request.sampling, server.vocab_size),
             num_sampled=len(generation.output_ids),
             is_stream=is_stream,
             with_routing=self._experts is not None,
             routing_start=request.routing_start,
+            scores_prompt=request.scores_prompt,
         )
         return server.protocol.encode_request(attempt)
 
@@ -348,9 +362,16 @@ class ServersClient(LLMClient):
             answer_checks.check_stream(generation.request, answer, server.protocol)
             return None
         server.version = max(server.version, newest)
+        sampling = generation.request.sampling
+        if sampling.top_logprobs:
+            record = top_tokens.top_record(answer, sampling, server.vocab_size)
+            generation.add_top(record)
+            answer.logprobs = record.sampled_logprobs
         generation.output_ids += answer.output_ids
         generation.logprobs += answer.logprobs
         generation.versions += versions
+        if generation.request.scores_prompt:
+            generation.prompt_logprobs = answer_checks.prompt_logprobs(answer, generation.request)
         if self._experts is not None:
             routing = answer_checks.routing(answer, self._experts, generation.routed_tokens)
             generation.add_routing(routing, self._experts.token_bytes)
@@ -365,7 +386,7 @@ class ServersClient(LLMClient):
         generation.interruptions += 1
         return answer_checks.end_of_aborted(
             answer,
-            generation.request.sampling,
+            sampling,
             len(generation.output_ids),
             self._eos,
         )

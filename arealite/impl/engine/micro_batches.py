@@ -2,7 +2,7 @@
 
 The token at t is predicted by the hidden state at t − 1. Shape letters: B = rows (1 where they are
 packed), T = tokens of a row, W = input width, N = loss tokens, row after row. S = tokens of all
-rows, I = inputs of all rows, R = bytes of a token's recorded experts.
+rows, I = inputs of all rows, K = top ids of a token, R = bytes of a token's recorded experts.
 """
 
 from collections.abc import Sequence as Seq
@@ -102,6 +102,14 @@ def collate(
     if routing_SR is not None:
         routing_IR = routing_SR[flat.is_input_S]
         routing_BWR = put(_spread(routing_IR, placement, fill=NO_RECORD))
+    top_ids_SK = _records(rows, "top_ids", fill=-1)
+    top_ids_NK = None
+    is_truncated_N = None
+    if top_ids_SK is not None:
+        top_ids_NK = put(top_ids_SK[mask_S].astype(np.int64))
+        is_truncated_S = _records(rows, "is_truncated", fill=False)
+        if is_truncated_S is not None and is_truncated_S[mask_S].any():
+            is_truncated_N = put(is_truncated_S[mask_S])
     row_ends = np.cumsum(flat.num_inputs)[:-1]
     return MicroBatch(
         input_ids_BW=put(input_ids_BW),
@@ -112,6 +120,8 @@ def collate(
         temperature_N=put(temperatures[row_N]),
         rows_N=put(row_N),
         fields=fields,
+        top_ids_NK=top_ids_NK,
+        is_truncated_N=is_truncated_N,
         routing_BWR=routing_BWR,
     )
 
@@ -139,18 +149,22 @@ def _padded(flat: _FlatRows) -> Placement:
 
 def routing_of(rows: Seq[Sequence]) -> np.ndarray | None:
     """Return the recorded experts of all tokens, uint8 [S, R]; None if no row has a record."""
-    records = [row.routing for row in rows if row.routing is not None]
-    token_bytes = records[0].shape[1] if records else 0
-    if token_bytes == 0:
+    return _records(rows, "routing", fill=NO_RECORD)
+
+
+def _records(rows: Seq[Sequence], name: str, *, fill: int) -> np.ndarray | None:
+    """Return a record of all tokens, [S, …], `fill` in rows without it; None if no row has it."""
+    by_row: list[np.ndarray | None] = [getattr(row, name) for row in rows]
+    first = next((record for record in by_row if record is not None), None)
+    if first is None or 0 in first.shape[1:]:
         return None
-    routing = list[np.ndarray]()
-    for row in rows:
-        if row.routing is None:
-            shape = (len(row.tokens), token_bytes)
-            routing.append(np.full(shape, NO_RECORD, np.uint8))
-        else:
-            routing.append(row.routing)
-    return np.concatenate(routing)
+    records = list[np.ndarray]()
+    for row, record in zip(rows, by_row, strict=True):
+        if record is None:
+            shape = (len(row.tokens), *first.shape[1:])
+            record = np.full(shape, fill, first.dtype)
+        records.append(record)
+    return np.concatenate(records)
 
 
 def _loss_mask(rows: Seq[Sequence]) -> np.ndarray:
@@ -166,8 +180,8 @@ def _row_ends(rows: Seq[Sequence]) -> np.ndarray:
 
 
 def scatter(values_N: torch.Tensor, rows: Seq[Sequence]) -> list[np.ndarray]:
-    """Return the values of the loss tokens by row, float32 [T] each, 0 elsewhere."""
+    """Return the values [N, …] of the loss tokens by row, float32 [T, …] each, 0 elsewhere."""
     mask_S = _loss_mask(rows)
-    values_S = np.zeros(len(mask_S), np.float32)
+    values_S = np.zeros((len(mask_S), *values_N.shape[1:]), np.float32)
     values_S[mask_S] = values_N.float().cpu().numpy()
     return np.split(values_S, _row_ends(rows))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from arealite.algo.logprobs import LogitChange, OutputHead, token_logprobs
+from arealite.algo.logprobs import LogitChange, OutputHead, kept_set_logprobs, token_logprobs
 from arealite.api.engine_extension import MicroBatch
 from arealite.api.hooks import LogitChangeMaker
 from arealite.base import entries
@@ -38,7 +38,7 @@ class LogprobModel(nn.Module):
         self.chunk = max(1, logits_chunk // vocabulary)
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return logprobs and entropy, float32 [N]."""
+        """Return logprobs and entropy, float32 [N]; with top ids also top_logprobs [N, K]."""
         hidden_NH = _hidden(self.module, batch)
         layer = self.module.get_output_embeddings()
         head = OutputHead(
@@ -46,14 +46,25 @@ class LogprobModel(nn.Module):
             bias_V=layer.bias,
             change=self.change,
         )
-        logprobs_N, entropy_N = token_logprobs(
+        ids = batch.targets_N
+        if batch.top_ids_NK is not None:
+            ids = torch.cat([ids[:, None], batch.top_ids_NK], dim=1)
+        logprobs, entropy_N = token_logprobs(
             hidden_NH,
             head,
-            batch.targets_N,
+            ids,
             temperature_N=batch.temperature_N,
             chunk=self.chunk,
         )
-        return {"logprobs": logprobs_N, "entropy": entropy_N}
+        if batch.top_ids_NK is None:
+            return {"logprobs": logprobs, "entropy": entropy_N}
+        if batch.is_truncated_N is not None:
+            logprobs = kept_set_logprobs(logprobs, batch.is_truncated_N)
+        return {  # copies: FSDP2 puts its hooks on outputs that are no views
+            "logprobs": logprobs[:, 0].clone(),
+            "entropy": entropy_N,
+            "top_logprobs": logprobs[:, 1:].clone(),
+        }
 
 
 class ValueModel(nn.Module):

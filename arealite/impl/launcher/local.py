@@ -16,8 +16,9 @@ from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.findings import Finding
-from arealite.api.hooks import LedgerAudit, RunCompanion, RunFailed
+from arealite.api.hooks import LedgerAudit
 from arealite.api.launcher import Launcher
+from arealite.api.launcher_hooks import RunCompanion, RunFailed
 from arealite.base import entries, exit_record
 from arealite.base.errors import ArealiteError, RoleError, UserError, one_line
 from arealite.base.exit_record import ExitRecord

@@ -27,7 +27,7 @@ from arealite.base.exit_record import ERROR, ExitRecord
 from arealite.base.signals import ignore_other_stops, kill_with_parent
 
 if TYPE_CHECKING:
-    from arealite.api.hooks import ExitReason
+    from arealite.api.launcher_hooks import ExitReason
 
 PARENT = "AREALITE_PARENT"
 """Environment variable with the id of the parent process that restarts this one."""

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from arealite.api.hooks import Console, ConsoleMaker
+from arealite.api.launcher_hooks import Console, ConsoleMaker
 from arealite.base import entries
 from arealite.base.printable import printable
 from arealite.base.trial_files import RunPaths

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arealite.api.findings import Finding
-from arealite.api.hooks import HealthMonitorMaker
+from arealite.api.launcher_hooks import HealthMonitorMaker
 from arealite.base import entries
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child

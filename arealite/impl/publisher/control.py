@@ -14,7 +14,7 @@ import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport
-from arealite.api.server_protocol import ServerProtocol
+from arealite.api.server_protocol import GenerateRequest, ServerAnswer, ServerProtocol
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
@@ -102,6 +102,11 @@ class ServerControl(ABC):
     """Why it is quarantined; None if it is not."""
     failures: int = 0
     """Failed updates since the last confirmed one."""
+    proven_at: float | None = None
+    """Monotonic time at which its weights were proven; None: not yet, or not since they were
+    wrong."""
+    refuted_versions: list[int] = field(default_factory=list[int])
+    """Versions that it confirmed with other weights, once for each time."""
     retry_at: float = 0.0
     """Monotonic time before which no process group includes it."""
     broken: bool = False
@@ -272,6 +277,13 @@ class ServerControl(ABC):
         path, body = self.protocol.relabel_request(version, abort=abort)
         await self.request_ok(path, body)
 
+    async def generate(self, request: GenerateRequest) -> ServerAnswer:
+        """Return the answer to a request for tokens."""
+        body = msgspec.Raw(self.protocol.encode_request(request))
+        path = self.protocol.generate_path
+        status, answer = await self.request(path, body, is_slow=True)
+        return self.protocol.decode_answer(self.checked(path, status, answer).encode())
+
     # ------------------------------------------------------------ status
 
     async def holds(self, version: int, *, verify: bool) -> bool:
@@ -353,7 +365,7 @@ class ServerControl(ABC):
     async def request(
         self,
         path: str,
-        body: Mapping[str, object] | None = None,
+        body: Mapping[str, object] | msgspec.Raw | None = None,
         *,
         is_slow: bool = False,
     ) -> tuple[int, str]:

@@ -18,10 +18,11 @@ from typing import TypeVar
 
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.publisher import PublishReport, WeightPublisher
-from arealite.api.server_protocol import part_of_entry
+from arealite.api.llm_server import UNTRUSTED
+from arealite.api.publisher import PolicyProof, PublishReport, WeightPublisher
+from arealite.api.server_protocol import SERVER_START_S, part_of_entry
 from arealite.base import log
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.http_client import Pool
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
@@ -35,6 +36,14 @@ WATCH_S = 1.0
 """Seconds between two comparisons of the registered servers with the newest version."""
 RETRY_S = 0.25
 """Pause between attempts while no server has confirmed a version."""
+PROOF_ATTEMPTS = 2
+"""Updates of a server to one version after which its weights must be those of the version."""
+PROOF_S = 5.0
+"""Longest wait for the first proof of a server, and for the first one after a failed proof."""
+LATER_PROOF_S = 0.25
+"""Longest wait for a later proof, or PROOF_SHARE of the time since the proof before. A server with
+a long queue answers later, and gets traffic meanwhile."""
+PROOF_SHARE = 0.01
 GRACE_S = 1.0
 """After the first failure in a step of an update, the other servers have this many seconds to
 finish the step."""
@@ -150,6 +159,18 @@ class ServersPublisher(WeightPublisher):
         )
         return report
 
+    @property
+    def needs_republish(self) -> bool:
+        """Always False; raises if every server ignores the newest version."""
+        servers = [*self._servers.values()]
+        if servers and all(is_refuted(server, self.newest) for server in servers):
+            raise InvariantError(
+                f"no server generates from version {self.newest}, which each one confirmed "
+                f"{PROOF_ATTEMPTS} times. {_errors(servers)}. "
+                "(Off: trainer.ppo.publisher.canary=false)"
+            )
+        return False
+
     def close(self) -> None:
         with self._closing:
             self._closed = True
@@ -262,8 +283,10 @@ class ServersPublisher(WeightPublisher):
 
         Raises:
             RoleError: No server confirmed it in `timeout_s`; the message has each server's error.
+                Without a registered server, the limit is SERVER_START_S: all may be starting.
+            InvariantError: Every server confirmed it, but has other weights.
         """
-        give_up = time.monotonic() + self.config.timeout_s
+        begin = time.monotonic()
         while True:
             servers = await self._find_servers()
             candidates = [server for server in servers if server.error is None] or servers
@@ -271,14 +294,13 @@ class ServersPublisher(WeightPublisher):
             confirmed = [server for server in candidates if server.confirmed_version == version]
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
-            if time.monotonic() >= give_up:
-                errors = "; ".join(
-                    f"{server.id} at {server.address}: {server.error}" for server in servers
-                )
+            limit_s = self.config.timeout_s if servers else SERVER_START_S
+            if time.monotonic() - begin >= limit_s:
+                errors = _errors(servers)
                 if not errors:
                     errors = f"None is registered in {self.registry.root}; start one."
                 raise RoleError(
-                    f"no server confirmed version {version} in {self.config.timeout_s:g} s "
+                    f"no server confirmed version {version} in {limit_s:g} s "
                     f"(trainer.ppo.publisher.timeout_s). {errors}"
                 )
             await asyncio.sleep(RETRY_S)
@@ -346,7 +368,7 @@ class ServersPublisher(WeightPublisher):
         """
         async with server.lock:
             version = self.newest
-            if version is None:
+            if version is None or is_refuted(server, version):
                 return
             try:
                 if await server.holds(version, verify=verify):
@@ -376,6 +398,26 @@ class ServersPublisher(WeightPublisher):
                 await server.finish(version)
         except FAILURES as error:
             self._quarantine(server, error)
+            return
+        if self.proof is not None:
+            proof = self._tasks.create_task(self._prove(self.proof, server, version))
+            wait_s = PROOF_S
+            if server.proven_at is not None:
+                elapsed_s = time.monotonic() - server.proven_at
+                wait_s = max(LATER_PROOF_S, PROOF_SHARE * elapsed_s)
+            await asyncio.wait({proof}, timeout=wait_s)
+
+    async def _prove(self, proof: PolicyProof, server: ServerControl, version: int) -> None:
+        """Quarantine a server that has confirmed a version, but generates from other weights."""
+        fault = await proof.fault(server.id, version, server.generate)
+        if not fault:
+            server.proven_at = time.monotonic()
+        elif server.confirmed_version == version:
+            server.proven_at = None
+            server.refuted_versions.append(version)
+            self._quarantine(server, RoleError(fault))
+            with suppress(*FAILURES), server.time_limit("a new label", server.status_s):
+                await server.relabel(UNTRUSTED, abort=True)
 
     def _quarantine(self, server: ServerControl, error: Exception) -> None:
         """Note that a server's update has failed; continue the server if it may be continued."""
@@ -397,6 +439,18 @@ class ServersPublisher(WeightPublisher):
             if server.is_paused:
                 with suppress(*FAILURES):
                     await server.resume()
+
+
+def _errors(servers: Servers) -> str:
+    """Return the error of each server."""
+    return "; ".join(f"{server.id} at {server.address}: {server.error}" for server in servers)
+
+
+def is_refuted(server: ServerControl, version: int | None) -> bool:
+    """Return whether further updates to a version are useless, because the server ignores them."""
+    if version is None:
+        return False
+    return server.refuted_versions.count(version) >= PROOF_ATTEMPTS
 
 
 def _refuse(difference: str) -> None:

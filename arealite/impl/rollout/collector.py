@@ -18,6 +18,7 @@ from arealite.api.collector_config import PartConfig
 from arealite.api.env import Env, make_env
 from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.hooks import TreeChange, TreeChangeMaker
 from arealite.api.llm import LLMClient
 from arealite.api.payloads import Payload
 from arealite.api.rollout_messages import (
@@ -32,7 +33,8 @@ from arealite.api.rollout_messages import (
 )
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.base import errors, log
+from arealite.api.trajectory_tree import TrajectoryTree
+from arealite.base import entries, errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
 from arealite.impl.rollout.resumed_turns import recorded_turns, unsent_turns
@@ -83,6 +85,9 @@ class Collector:
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, client=client, tokenizer=tokenizer)
         self._logged = set[tuple[str, ...]]()
+        makers: list[TreeChangeMaker] = entries.hooks("tree_change")
+        self._tree_contexts = entries.results(makers, config)
+        self._tree_changes: list[TreeChange] = []
         self._stack = AsyncExitStack()
         self._running = set[Wait]()
         """The wait of each running episode."""
@@ -106,6 +111,8 @@ class Collector:
                 agent_configs += part.config.seats.values()
             for agent_config in agent_configs:
                 await self._agents.share(agent_config, stack)
+            for context in self._tree_contexts:
+                self._tree_changes.append(await stack.enter_async_context(context))
             self._stack = stack.pop_all()
 
     async def close(self) -> None:
@@ -197,10 +204,14 @@ class Collector:
             raise NothingGenerated(f"{type(part.env).__name__} has no trainable seat")
         # A game may end before it is a seat's turn.
         with_turns = [agent for agent in trained_agents if agent.record.turns]
-        return [
-            make_trajectory(lease, member, agent, seconds=seconds)
-            for agent in with_turns or trained_agents
-        ]
+        trajectories: list[EncodedTrajectory] = []
+        for agent in with_turns or trained_agents:
+            tree = tree_of(agent)
+            if lease.split == "train":
+                for change in self._tree_changes:
+                    tree = await change(lease.task, tree)
+            trajectories.append(make_trajectory(lease, member, agent, tree, seconds=seconds))
+        return trajectories
 
     async def _run_env(self, part: RunEnv, lease: Lease, member: int, agents: Agents) -> None:
         """Run the environment under the deadline of an episode.
@@ -277,10 +288,20 @@ def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
             raise UserError(f"{config.env.type}: " + unknown("seat", name, seats))
 
 
+def tree_of(agent: Agent) -> TrajectoryTree:
+    """Return the tree of a seat's turns; without a score, all their rewards are 0."""
+    record = agent.record
+    if record.is_unscored:
+        for turn in record.turns:
+            turn.reward = 0.0
+    return make_tree(record.turns)
+
+
 def make_trajectory(
     lease: Lease,
     member: int,
     agent: Agent,
+    tree: TrajectoryTree,
     *,
     seconds: float,
 ) -> EncodedTrajectory:
@@ -296,13 +317,9 @@ def make_trajectory(
     versions = [version for turn in turns for version in turn.response.versions]
     if not versions:
         raise NothingGenerated(f"seat '{seat}' sampled no token in {len(turns)} turns")
-    if record.is_unscored:
-        for turn in turns:
-            turn.reward = 0.0
     reward = math.fsum([turn.reward for turn in turns])
     if not math.isfinite(reward):
         raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
-    tree = make_tree(turns)
     payload = tree.encode()
     seconds_of_agent = record.seconds_generating + record.seconds_scoring
     header = TrajectoryHeader(

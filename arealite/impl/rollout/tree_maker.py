@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from arealite.api.trajectory import TurnNode
 from arealite.api.trajectory_tree import TrajectoryTree
-from arealite.api.turns import Turn, digest
+from arealite.api.turns import Turn, digest_of_answer
 
 
 class SharedPrefix(NamedTuple):
@@ -83,6 +83,7 @@ def _make_node(turn: Turn, parent: Turn | None, shared: SharedPrefix, reason: st
     if shared.length != turn.num_known_tokens:
         added = turn.raw_prompt[4 * shared.length :]
     ids, logprobs, versions = turn.sampled
+    extras = turn.extras
     routing_start, routing = _routing(turn, parent)
     return TurnNode(
         parent=shared.parent,
@@ -96,10 +97,11 @@ def _make_node(turn: Turn, parent: Turn | None, shared: SharedPrefix, reason: st
         reused=reused,
         reason=reason,
         prompt_digest=turn.prompt,
-        answer_digest=digest(ids + logprobs + versions),
+        answer_digest=digest_of_answer(ids, logprobs, versions, extras),
         next_state=turn.next_state,
         routing=routing,
         routing_start=routing_start,
+        extras=extras,
     )
 
 

@@ -19,7 +19,7 @@ from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.hooks import AfterFirstPublish, LoggerOpener
 from arealite.api.logger import MetricLogger, loggers
-from arealite.api.publisher import WeightPublisher, publishers
+from arealite.api.publisher import PolicyProof, WeightPublisher, publishers
 from arealite.api.trainer import Trainer
 from arealite.base import entries, log
 from arealite.base.errors import UserError
@@ -51,6 +51,8 @@ class Components:
     """None if the advantages need no critic."""
     after_first_publish: Sequence[AfterFirstPublish] = ()
     """Checks of the run, which need servers with the trainer's weights."""
+    proof: PolicyProof | None = None
+    """Proves the weights of servers; None without servers."""
 
 
 class Engines(TypedDict):
@@ -82,10 +84,14 @@ def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Com
         connect=connect,
         after_first_publish=[] if is_offline else entries.hooks("after_first_publish"),
     )
+    if not is_offline:
+        makers = entries.hooks("policy_proof")
+        components.proof = entries.first_result(makers, config, components.engine, world)
     if world.is_rank0:
         if not is_offline:
             publisher_class = publishers.get(config.trainer.ppo.publisher.type)
             components.publisher = publisher_class(config, components.engine)
+            components.publisher.proof = components.proof
         components.loggers = open_loggers(config)
     return components
 

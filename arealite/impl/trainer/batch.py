@@ -10,6 +10,7 @@ its rows.
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.rank_group import World
+from arealite.impl.trainer.top_token_rows import add_top_tokens, num_recorded
 from arealite.system.ledger.payload_checks import decode_checked
 from arealite.system.links.trainer_link import TrainerLink
 
@@ -63,6 +65,12 @@ class Trajectory:
     """int32 [T] for each row: the policy version that sampled each token, -1 elsewhere."""
     rewards: list[np.ndarray]
     """float32 [T] for each row, as received."""
+    segments: Seq[Segment] = ()
+    """The segment of each row."""
+    num_truncated: int = 0
+    """Sampled tokens at which top_p, top_k or min_p limited the tokens to a recorded set."""
+    num_unknown: int = 0
+    """Those of them whose set is not known, so that they are not in the loss."""
     is_scored: bool = True
     """Whether its episode has a reward. Without one, no token is in the loss."""
     bootstrap: float = 0.0
@@ -269,13 +277,18 @@ def make_train_batch(
         )
     weights = _token_weights(batch, config)
     train_batch = TrainBatch(plan=batch, local=[], world_size=world_size)
+    segments_of = {index: tree.segments() for index, tree in tree_of.items()}
+    # All ranks need one width, also those whose rows have no record.
+    widths = map(num_recorded, chain(*segments_of.values()))
+    num_top = max(config.collector.sampling.top_logprobs, *widths, 0)
     for index in sorted(tree_of):
         trajectory = _make_trajectory(
             batch,
             index,
-            tree_of[index].segments(),
+            segments_of[index],
             config,
             weight=weights[index],
+            num_top=num_top,
         )
         train_batch.local.append(trajectory)
     return train_batch
@@ -288,6 +301,7 @@ def _make_trajectory(
     config: PPOConfig,
     *,
     weight: float,
+    num_top: int,
 ) -> Trajectory:
     """Return trajectory `index` of the batch, whose tokens have the weight `weight`.
 
@@ -301,6 +315,7 @@ def _make_trajectory(
         sampled=[],
         versions=[],
         rewards=[],
+        segments=segments,
         is_scored=header.reward is not None,
     )
     for segment in segments:
@@ -319,6 +334,10 @@ def _make_trajectory(
         )
         if not trajectory.is_scored:
             row.loss_mask = np.zeros_like(row.loss_mask)
+        if num_top:
+            sets = add_top_tokens(row, segment, num_top)
+            trajectory.num_truncated += sets.num_truncated
+            trajectory.num_unknown += sets.num_unknown
     return trajectory
 
 

@@ -12,7 +12,12 @@ import numpy as np
 
 from arealite.algo.advantages import group_advantages
 from arealite.api.algorithm import GroupAdvantage, TokenAdvantage
-from arealite.api.hooks import RewardChange, RewardChangeMaker, TokenMaskMaker
+from arealite.api.hooks import (
+    AdvantageChangeMaker,
+    RewardChange,
+    RewardChangeMaker,
+    TokenMaskMaker,
+)
 from arealite.api.trainer import PPOConfig
 from arealite.base import entries
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, Trajectory
@@ -43,6 +48,10 @@ def compute_advantages(
         advantages = _group_advantages(batch, config, world, function, changes)
     if config.advantage.normalize:
         advantages = _normalized(batch, world, advantages, eps=config.advantage.eps)
+    advantage_makers: list[AdvantageChangeMaker] = entries.hooks("advantage_change")
+    for advantage_change in entries.results(advantage_makers, config):
+        pairs = zip(batch.local, advantages, strict=True)
+        advantages = [advantage_change(trajectory, advantage) for trajectory, advantage in pairs]
     for trajectory, advantages_N in zip(batch.local, advantages, strict=True):
         trajectory.scatter("advantages", advantages_N)
     mask_makers: list[TokenMaskMaker] = entries.hooks("token_mask")

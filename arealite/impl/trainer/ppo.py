@@ -160,6 +160,8 @@ class PPOTrainer(BaseTrainer):
                 outputs = self.engine.forward(rows)
                 for name, field in RECORDED.items():
                     batch.fill(field, outputs[name])
+                if self.ppo.loss.centering and rows:
+                    batch.fill("prox_top_logprobs", outputs["top_logprobs"])
             if self.reference is not None:
                 outputs = self.reference.forward(rows)
                 batch.fill("ref_logprobs", outputs["logprobs"])
@@ -328,6 +330,8 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
+        if self.components.proof is not None:
+            self.components.proof.expect(version)
         publisher = self.publisher
         on_device = publisher is not None and publisher.takes_device_tensors
         is_needed = True

@@ -261,6 +261,7 @@ def check_progress(
         response = decode_turn(payload).response
         arrays = (response.output_ids, response.logprobs, response.versions)
         lengths = {len(array) for array in arrays}
-        if len(lengths) > 1 or turn.oldest_version > newest:
+        has_top = len(response.top_ids) == len(response.top_logprobs)
+        if len(lengths) > 1 or not has_top or turn.oldest_version > newest:
             return f"turn {turn.index} of seat {turn.seat}: wrong array lengths or version"
     return ""

@@ -29,7 +29,7 @@ from arealite.base.files import folder_time, replacing
 from arealite.system.health import waits
 
 if TYPE_CHECKING:
-    from arealite.api.hooks import RoleStacks
+    from arealite.api.launcher_hooks import RoleStacks
 
 logger = log.get(__name__)
 

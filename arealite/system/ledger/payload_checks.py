@@ -10,10 +10,11 @@ import math
 import msgspec
 import numpy as np
 
+from arealite.api.llm import MAX_TOP
 from arealite.api.payloads import Payload
 from arealite.api.trajectory import TrajectoryHeader, TurnNode
 from arealite.api.trajectory_tree import TrajectoryTree
-from arealite.api.turns import blake2b, digest
+from arealite.api.turns import blake2b, digest_of_answer
 
 ROUNDING = 1e-5
 """Relative tolerance between the rewards of turns, float32 in older runs, and the header's."""
@@ -135,7 +136,8 @@ def _receipt_flaw(tree: TrajectoryTree, path: list[int]) -> str:
         prompt_hash.update(tokens[4 * num_hashed : 4 * begin])
         if prompt_hash.digest() != turn.prompt_digest:
             return f"receipt: prompt of {begin} tokens"
-        if digest(turn.ids + turn.logprobs + turn.versions) != turn.answer_digest:
+        answer_digest = digest_of_answer(turn.ids, turn.logprobs, turn.versions, turn.extras)
+        if answer_digest != turn.answer_digest:
             return f"receipt: answer after {begin} tokens"
         num_hashed = begin
     return ""
@@ -155,6 +157,8 @@ def _array_flaw(header: TrajectoryHeader, tree: TrajectoryTree, vocab_size: int)
     logprobs_N = np.frombuffer(b"".join([turn.logprobs for turn in tree.turns]), "<f4")
     if not _is_finite(logprobs_N):
         return "logprobs"
+    if not all(_has_valid_top(turn, vocab_size) for turn in tree.turns if turn.extras):
+        return "most probable tokens"
     num_sampled = len(logprobs_N)
     if num_sampled != header.trained_tokens or not num_sampled:
         return "length"
@@ -164,6 +168,17 @@ def _array_flaw(header: TrajectoryHeader, tree: TrajectoryTree, vocab_size: int)
     if oldest != header.oldest_version or newest != header.newest_version:
         return "versions"
     return ""
+
+
+def _has_valid_top(turn: TurnNode, vocab_size: int) -> bool:
+    """Return whether the most probable tokens of a turn, if it has any, are possible."""
+    ids = np.frombuffer(turn.extras.get("top_ids", b""), "<i4")
+    logprobs = np.frombuffer(turn.extras.get("top_logprobs", b""), "<f4")
+    if len(ids) != len(logprobs) or len(ids) > MAX_TOP * len(turn.ids) // 4:
+        return False
+    is_token = ids >= 0
+    has_logprobs = bool((logprobs[is_token] <= ROUNDING).all())  # also False if one is not a number
+    return has_logprobs and ids.max(initial=-1) < vocab_size
 
 
 def _reward_flaw(header: TrajectoryHeader, tree: TrajectoryTree) -> str:

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arealite.api.publisher import PublishReport
-from arealite.base.errors import RoleError, UserError
+from arealite.api.publisher import Generate, PublishReport
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.ext.distributed.config import DistributedPublisherConfig
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.launcher.processes import IS_KEPT, PARENT
@@ -156,8 +156,11 @@ def site(pair: Servers) -> Iterator[Servers]:
         pair.publisher.close()
 
 
-def test_publish_without_servers_fails_at_timeout_s(empty: Servers) -> None:
-    empty.make(timeout_s=0.5)
+def test_publish_without_servers_fails_when_none_could_still_start(
+    empty: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "SERVER_START_S", 0.5)
+    empty.make()
     with pytest.raises(RoleError, match=r"no server confirmed version 1 in .* None is registered"):
         empty.publish(1, "a")
 
@@ -168,7 +171,10 @@ def test_mismatched_tensors_are_refused_without_a_request_to_a_server(empty: Ser
         empty.publish(1, "a")
 
 
-def test_stage_consumes_all_weights_even_if_it_fails(empty: Servers) -> None:
+def test_stage_consumes_all_weights_even_if_it_fails(
+    empty: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "SERVER_START_S", 0.5)
     empty.make(timeout_s=0.2)
     assert empty.publisher is not None
     assert empty.publisher.stage(1, empty.stream("a", {}))
@@ -209,6 +215,34 @@ def test_port_in_use_fails_before_any_server_joins_the_group(site: Servers) -> N
         site.make(distributed=DistributedPublisherConfig(port=port))
         with pytest.raises(RoleError, match=f"distributed.port={port} at cluster.host=127.0.0.1"):
             site.publish(1, "a")
+
+
+class Refuting:
+    """A proof that some servers never pass."""
+
+    def __init__(self, *wrong_ids: str) -> None:
+        self.wrong_ids = wrong_ids
+        self.asked: list[str] = []
+
+    def expect(self, version: int) -> None:
+        pass
+
+    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
+        self.asked.append(server_id)
+        return "other weights" if server_id in self.wrong_ids else ""
+
+
+def test_server_with_other_weights_is_updated_twice_and_quarantined(site: Servers) -> None:
+    first, second = sorted(entry.id for entry in site.names.list("llm_server"))
+    publisher = site.make()
+    publisher.proof = Refuting(first)
+    report = site.publish(7, "b")
+    assert report.quarantined == [first]
+    publisher.close()
+    site.make().proof = refuting = Refuting(first, second)
+    with pytest.raises(InvariantError, match="no server generates from version 8"):
+        site.publish(8, "b")
+    assert sorted(refuting.asked) == [first, first, second, second]
 
 
 def test_stopped_server_is_quarantined_within_timeout_s_and_republished(site: Servers) -> None:

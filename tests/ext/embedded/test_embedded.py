@@ -199,8 +199,9 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"sampling_params": {"stop_token_ids": [99]}}, "stop_token_ids must lie"),
         ({"sampling_params": {"regex": "a+"}}, "unknown field `regex`, expected one of"),
         ({"sampling_params": [{}, {}]}, "Expected `object | null`, got `array`"),
-        ({"top_logprobs_num": 3}, "logprobs of the sampled tokens only"),
-        ({"return_logprob": True, "logprob_start_len": 0}, "logprobs of the sampled tokens only"),
+        ({"top_logprobs_num": 1025}, "Expected `int` <= 1024"),
+        ({"sampling_params": {"min_p": 1.5}}, "<= 1.0 - at `$.sampling_params.min_p`"),
+        ({"return_logprob": True, "logprob_start_len": 2}, "logprob_start_len must be in [0, 2)"),
         ({"input_ids": None, "text": "1"}, "takes input_ids only"),
         ({"image_data": ["x.png"]}, "no images, videos or audio"),
     ],
@@ -301,6 +302,16 @@ async def test_long_answers_are_encoded_in_another_thread(
     assert [name == "MainThread" for name in threads] == [False, True]
 
 
+async def test_long_prompt_is_not_scored(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_SCORES", 3 * 64)
+    body = {"return_logprob": True, "logprob_start_len": 0, **GOOD}
+    assert (await post(session, "/generate", **(body | {"input_ids": [5] * 3})))[0] == 200
+    status, answer = await post(session, "/generate", **(body | {"input_ids": [5] * 4}))
+    assert (status, "at most 3 tokens" in answer["error"]["message"]) == (400, True)
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_unknown_top_level_fields_are_ignored(shared: aiohttp.ClientSession) -> None:
     assert (await post(shared, "/generate", **GOOD, surprise=1))[0] == 200
@@ -369,6 +380,7 @@ async def test_registry_entry_has_the_fields_clients_need(
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 64,
             "context_length": 100,
+            "dtype": "float32",
             "paused_s": None,
             "version": "default",
             "load": {"running": 0, "waiting": 0, "capacity": 64},

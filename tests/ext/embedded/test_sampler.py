@@ -22,7 +22,7 @@ def drawn(count: int, **sampling: Any) -> tuple[set[int], torch.Tensor, torch.Te
     ]
     settings = settings_of(rows, vocab_size=5, device="cpu")
     logits = PROBS.log().expand(count, -1).clone()
-    tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
+    tokens, logprobs, *_ = draw(logits, settings, torch.Generator().manual_seed(0))
     return set(tokens.tolist()), tokens, logprobs
 
 
@@ -36,6 +36,8 @@ def drawn(count: int, **sampling: Any) -> tuple[set[int], torch.Tensor, torch.Te
         ({"top_p": 0.39}, {0}),
         ({"top_p": 0.8, "top_k": 4}, {0, 1, 2}),
         ({"top_k": 1}, {0}),
+        ({"min_p": 0.5}, {0, 1}),
+        ({"min_p": 0.2, "top_k": 4, "top_p": 0.8}, {0, 1, 2}),
         ({"temperature": 0.0}, {0}),
         ({"temperature": 0.0, "top_p": 0.01}, {0}),
     ],
@@ -60,7 +62,7 @@ def test_top_k_of_one_row_does_not_change_other_rows() -> None:
     ]
     settings = settings_of(rows, vocab_size=5, device="cpu")
     logits = PROBS.log().expand(3000, -1).clone()
-    tokens, _ = draw(logits, settings, torch.Generator().manual_seed(0))
+    tokens, *_ = draw(logits, settings, torch.Generator().manual_seed(0))
     assert set(tokens[0::3].tolist()) == set(tokens[2::3].tolist()) == {0}
     shares = torch.bincount(tokens[1::3], minlength=5) / 1000
     torch.testing.assert_close(shares, PROBS, atol=0.05, rtol=0)
@@ -77,7 +79,7 @@ def test_logprobs_ignore_filters_if_the_vocabulary_fills_whole_blocks(size: int)
     logits = torch.linspace(0, 3, size).expand(200, -1).clone()
     logits[:, 5] = logits[:, -1]  # a tie: one of both is the greedy token
     expected = logits.log_softmax(-1)
-    tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
+    tokens, logprobs, *_ = draw(logits, settings, torch.Generator().manual_seed(0))
     assert set(tokens.tolist()) == {5, size - 1, size - 2}
     torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
 
@@ -93,7 +95,7 @@ def test_tokens_of_a_large_vocabulary_are_drawn_in_proportion() -> None:
     ]
     settings = settings_of(rows, vocab_size=size, device="cpu")
     logits = probs.log().float().expand(count, -1).clone()
-    tokens, _ = draw(logits, settings, torch.Generator().manual_seed(0))
+    tokens, *_ = draw(logits, settings, torch.Generator().manual_seed(0))
     shares = torch.bincount(tokens, minlength=size) / count
     torch.testing.assert_close(shares, probs.float(), atol=0.015, rtol=0)
     assert set(tokens.tolist()) == set(likely)  # no other token, however many there are
@@ -107,6 +109,6 @@ def test_row_that_is_not_finite_gets_a_token_and_no_logprob() -> None:
     logits = torch.randn(2, 300)
     logits[1, 7] = torch.nan
     settings = settings_of(rows, vocab_size=300, device="cpu")
-    tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
+    tokens, logprobs, *_ = draw(logits, settings, torch.Generator().manual_seed(0))
     assert tokens.max() < 300
     assert logprobs.isfinite().tolist() == [True, False]

@@ -21,6 +21,7 @@ from arealite.ext.embedded.weight_loading import (
     stage_tensors,
     stage_weights,
 )
+from tests.hostile import BROKEN_INDEXES
 
 Tensors = dict[str, torch.Tensor]
 
@@ -134,6 +135,11 @@ def folder_inside(folder: Path) -> str:
     return str(folder)
 
 
+def fifo_as_index(folder: Path) -> str:
+    os.mkfifo(folder / "model.safetensors.index.json")
+    return str(folder)
+
+
 def dangling(folder: Path) -> str:
     (folder / "model.safetensors").symlink_to(folder / "nothing")
     return str(folder)
@@ -154,6 +160,7 @@ def dangling(folder: Path) -> str:
         (device_inside, "model.safetensors is missing or not a regular file"),
         (folder_inside, "model.safetensors is missing or not a regular file"),
         (dangling, "model.safetensors is missing or not a regular file"),
+        (fifo_as_index, "no safetensors in"),
     ],
 )
 def test_path_that_is_not_a_folder_of_regular_files_is_refused_unopened(
@@ -166,6 +173,14 @@ def test_path_that_is_not_a_folder_of_regular_files_is_refused_unopened(
         stage_weights(weights, make(tmp_path))
     assert len(str(refused.value)) < 1_000
     assert same(before, model.state_dict())
+
+
+@pytest.mark.parametrize("content", BROKEN_INDEXES)
+def test_broken_index_is_refused(weights: ServedWeights, tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(RequestRefused) as refused:
+        stage_weights(weights, str(tmp_path))
+    assert len(str(refused.value)) < 1_000
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])

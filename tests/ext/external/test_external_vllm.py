@@ -28,6 +28,7 @@ async def test_vllm_server_is_recognised(tmp_path: Path) -> None:
         "model_type": None,
         "architectures": None,
         "context_length": 2048,
+        "dtype": "float32",
         "version": "7",
         "host": "127.0.0.1",
         "pid": server.start_id,

@@ -66,6 +66,7 @@ async def test_registry_entry_has_the_fields_clients_need_and_follows_the_server
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 64,
             "context_length": 71,  # the context left for a prompt
+            "dtype": None,
             "version": "default",
             "host": "127.0.0.1",
             "pid": program.started()["pids"][0],

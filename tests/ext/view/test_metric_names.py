@@ -64,17 +64,19 @@ def of_trajectories() -> Iterator[str]:
 def of_updates() -> Iterator[str]:
     fields = "prox_logprobs behav_logprobs ref_logprobs advantages loss_weight keep values returns"
     zeros = torch.zeros(2)
+    top = torch.full((2, 3), -2.0)
     batch = LossInput(
-        outputs=dict.fromkeys(("logprobs", "entropy", "values"), zeros),
+        outputs=dict.fromkeys(("logprobs", "entropy", "values"), zeros) | {"top_logprobs": top},
         rows_N=torch.zeros(2, dtype=torch.int64),
         # Without weights, or with equal returns, nothing is measured.
         fields=dict.fromkeys(fields.split(), zeros)
-        | {"loss_weight": torch.ones(2), "returns": torch.arange(2.0)},
+        | {"loss_weight": torch.ones(2), "returns": torch.arange(2.0)}
+        | {"behav_top_logprobs": top},
     )
     in_loss, engine = KLConfig(coef=1.0, place="loss"), dict.fromkeys(metrics.ENGINE, 1.0)
     critic = make_value_loss(CriticConfig(value_clip=0.2))(batch)[1] | engine
     for how in ("truncate", "mask"):
-        config = LossConfig(behav_weight=how, behav_weight_cap=2.0)
+        config = LossConfig(behav_weight=how, behav_weight_cap=2.0, centering=True)
         stats = make_policy_loss(config, in_loss)(batch)[1] | engine
         for name, value in critic.items():
             if not name.startswith("routing_"):  # a critic replays no routing

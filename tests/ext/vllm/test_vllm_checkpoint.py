@@ -122,6 +122,16 @@ def test_folder_with_index_reads_the_indexed_files(tmp_path: Path) -> None:
     assert {name: h.shape for name, h in read_headers(tmp_path).items()} == {"a": (2,), "b": (3,)}
 
 
+def test_index_without_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(UpdateRefused, match="has no safetensors files"):
+        read_headers(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors.index.json").symlink_to("/dev/zero")
+    with pytest.raises(UpdateRefused, match="has no safetensors files"):
+        read_headers(tmp_path)
+
+
 def test_folder_without_complete_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UpdateRefused, match="has no safetensors files"):
         read_headers(tmp_path)

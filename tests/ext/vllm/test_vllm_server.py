@@ -24,6 +24,7 @@ from arealite.base.errors import UserError
 from arealite.ext.server_processes import server_process
 from arealite.ext.server_processes.server_process import Launch, ServerProcess
 from arealite.ext.vllm.vllm_control import NEEDS_RESTART
+from arealite.ext.vllm.vllm_protocol import VLLMProtocol
 from arealite.ext.vllm.vllm_server import INSIDE, REQUIRED_ARGUMENTS, SECRET_VARIABLE, VLLMServer
 from arealite.impl.http_client import Pool
 from arealite.system.names.name_registry import NameRegistry
@@ -140,6 +141,21 @@ def test_environment_has_what_the_modules_inside_need(
     assert secret_file.read_text().strip() == trial_keys(settings)[0]
 
 
+@pytest.mark.parametrize(
+    ("enforce_eager", "compiles"), [(None, False), (True, False), (False, True)]
+)
+def test_cpu_server_compiles_its_sampler_only_if_it_is_not_eager(
+    program: VLLMProgram,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    enforce_eager: bool | None,
+    compiles: bool,
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    (launch,) = plan(config(program, model_folder, enforce_eager=enforce_eager))
+    assert ("TORCHDYNAMO_DISABLE" not in launch.environment) == compiles
+
+
 def test_server_of_a_trial_without_security_has_no_secret(
     program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -232,6 +248,7 @@ async def test_registered_server_has_the_fields_clients_need_and_shows_no_key(
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 64,
             "context_length": 77,
+            "dtype": "",
             "version": "default",
             "host": "127.0.0.1",
             "pid": started["pids"][0],
@@ -306,6 +323,26 @@ async def test_busy_server_that_answers_its_health_keeps_its_entry(
     assert requested.count("/weight_info") == 1
 
 
+async def test_server_may_need_as_long_for_facts_about_itself_as_for_its_start(
+    program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the facts, it would look like a vLLM without routes for weights, and be killed."""
+    settings = config(program, model_folder, start_timeout_s=500.0)
+    (launch,) = plan(settings)
+    limits_s = set[float]()
+    with closing(Pool(1.0)) as pool:
+        server = ServerProcess(launch, settings, pool)
+
+        async def get(path: str, seconds: float, body: Json | None = None) -> bytes:
+            limits_s.add(seconds)
+            return json.dumps(program.orders["answers"][path.partition("?")[0]]).encode()
+
+        monkeypatch.setattr(server, "_get", get)
+        description = await server._description()
+    assert description.context_length == 77
+    assert limits_s == {500.0}
+
+
 async def test_server_whose_engine_died_is_restarted(program: VLLMProgram, model_folder: Path):
     settings = config(program, model_folder)
     async with serving(settings):
@@ -316,6 +353,38 @@ async def test_server_whose_engine_died_is_restarted(program: VLLMProgram, model
             "its name after the restart",
         )
         assert after.id == before.id
+
+
+async def test_server_that_closes_its_port_loses_its_entry_at_once_and_is_restarted(
+    program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM whose engine died waits for its open requests, perhaps for ever."""
+    monkeypatch.setattr(server_process, "HEALTH_S", 0.1)
+    settings = config(program, model_folder)
+    async with serving(settings):
+        (before,) = names(settings)
+        pid = before.value["pid"]
+        program.configure(closes=True)
+        await eventually(lambda: not names(settings), "no entry")
+        assert not has_exited(pid)
+        program.configure(closes=False)
+        with structlog.testing.capture_logs() as events:
+            await eventually(lambda: has_exited(pid), "the end of the process")
+            (after,) = await eventually(lambda: names(settings), "a restarted server")
+    assert after.value["pid"] != pid
+    (lost,) = [event for event in events if event["event"] == "server lost"]
+    assert "it has closed its port, and did not exit" in lost["error"]
+
+
+async def test_server_without_time_to_describe_itself_is_not_one_without_routes(
+    program: VLLMProgram, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The time limit of a start counts, not that of a reply."""
+    monkeypatch.setattr(VLLMProtocol, "status_s", 0.1)
+    program.configure(hangs=["/server_info"])
+    settings = config(program, model_folder, silence_s=0.3, start_timeout_s=3.0)
+    with pytest.RaisesGroup(pytest.RaisesExc(UserError, match=r"waited 3\.0 s for http")):
+        await VLLMServer(settings).serve()
 
 
 async def test_server_that_dies_at_its_first_token_shows_the_end_of_its_log(

@@ -85,6 +85,17 @@ def test_each_sampling_parameter_of_vllm_is_sent() -> None:
     }
 
 
+def test_rows_of_most_probable_tokens_are_asked_for_and_read() -> None:
+    params = sent(SamplingConfig(min_p=0.1), num_top=3)["sampling_params"]
+    assert (params["logprobs"], params["min_p"]) == (3, 0.1)
+    tops = [(7, -0.9), (3, -0.5), (4, -9999.0)]  # the sampled token first; one that is not kept
+    top_logprobs = [{"token_id": token, "logprob": logprob} for token, logprob in tops]
+    content = [{"token_id": 7, "logprob": -0.9, "rank": 2, "top_logprobs": top_logprobs}]
+    answer = decoded([7], logprobs={"content": content})
+    assert answer.top_tokens == [[(-0.9, 7, None), (-0.5, 3, None)]]
+    assert answer.is_renormalized
+
+
 def test_budgets_shrink_by_the_tokens_that_earlier_answers_sampled() -> None:
     sampling = SamplingConfig(max_new_tokens=10, min_new_tokens=4, top_k=5, temperature=0.5)
     params = sent(sampling, num_sampled=6, ignore_eos=True)["sampling_params"]

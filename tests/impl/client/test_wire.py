@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from arealite.api.llm import SamplingConfig
+from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.api.server_protocol import GenerateRequest, ServerAnswer
-from arealite.base.errors import InvariantError
+from arealite.base.errors import GenerationRefused, InvariantError
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
 from arealite.impl.client import answer_checks
 from arealite.impl.http_client import error_message
@@ -41,6 +41,7 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
+        "min_p": 0.0,
         "max_new_tokens": 10,
         "min_new_tokens": 4,
         "ignore_eos": False,
@@ -49,6 +50,34 @@ def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
     }
     later = sent_params(sampling, 6)
     assert (later["max_new_tokens"], later["min_new_tokens"]) == (4, 0)
+
+
+def test_rows_of_most_probable_tokens_are_asked_for_and_read() -> None:
+    protocol = SGLangProtocol()
+    sampling = SamplingConfig(top_logprobs=2)
+    request = GenerateRequest(rid="a", input_ids=[1], sampling=sampling, num_top=3)
+    assert json.loads(protocol.encode_request(request))["top_logprobs_num"] == 3
+    plain = GenerateRequest(rid="a", input_ids=[1], sampling=sampling)
+    assert "top_logprobs_num" not in json.loads(protocol.encode_request(plain))
+    rows = [[[-0.5, 7, None], [-1.5, 3, "c"]], [[-0.5, 8, None], [None, 4, None]]]
+    read = answer([7, 8], output_top_logprobs=rows)
+    assert read.top_tokens == [[tuple(entry) for entry in row] for row in rows]
+    assert (read.is_renormalized, answer([7]).top_tokens) == (False, None)
+    assert answer([7], output_top_logprobs=rows[:1], is_renormalized=True).is_renormalized
+
+
+def test_event_of_a_stream_has_only_new_rows() -> None:
+    body = {
+        "output_ids": [7, 8, 9],
+        "meta_info": {
+            "finish_reason": None,
+            "completion_tokens": 3,
+            "output_token_logprobs": [[-0.5, i, None] for i in (7, 8, 9)],
+            "output_top_logprobs": [[[-0.5, i, None]] for i in (7, 8, 9)],
+        },
+    }
+    event = SGLangProtocol().decode_answer(json.dumps(body).encode(), 2)
+    assert (event.output_ids, event.top_tokens) == ([9], [[(-0.5, 9, None)]])
 
 
 @pytest.mark.parametrize(
@@ -98,3 +127,28 @@ def test_logprobs_that_mismatch_the_ids_raise_an_error(pairs: list[object]) -> N
 )
 def test_error_message_is_read_from_each_response_format(raw: bytes, text: str) -> None:
     assert error_message(400, raw) == f"HTTP 400: {text}"
+
+
+def scored(logprobs: list[float | None]) -> ServerAnswer:
+    """Return an answer with the log-probabilities of a prompt whose tokens are 0, 1, …"""
+    scores = [[logprob, token, None] for token, logprob in enumerate(logprobs)]
+    return answer([9], input_token_logprobs=scores)
+
+
+SCORED = LLMRequest(
+    request_id="a",
+    group_id="g",
+    input_ids=[0, 1, 2],
+    sampling=SamplingConfig(),
+    scores_prompt=True,
+)
+
+
+def test_scores_are_those_of_the_prompt_but_its_first_token() -> None:
+    assert answer_checks.prompt_logprobs(scored([None, -1.0, -2.0]), SCORED) == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize("scores", [[], [None, -1.0], [None, -1.0, None]])
+def test_missing_scores_are_refused(scores: list[float | None]) -> None:
+    with pytest.raises(GenerationRefused, match="use another kind of server"):
+        answer_checks.prompt_logprobs(scored(scores), SCORED)

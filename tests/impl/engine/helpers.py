@@ -20,6 +20,7 @@ from arealite.impl.trainer.base import read_engines, write_engines
 from arealite.impl.trainer.rank_group import World
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
+CENTERED = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0, centering=True))
 FIELDS = ("behav_logprobs", "prox_logprobs", "advantages")
 VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {"shard_size": 1},
@@ -41,6 +42,7 @@ CONTEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": ("window", {"gradient_checkpointing": True, "shard_size": 1}),
     "lora": ("window", {"lora": LoRAConfig(rank=4), "layout": "packed"}),
     "value": ("window", {"head": "value"}),
+    "packed, top": ("window", {"layout": "packed"}),
     "sinks": ("gpt_oss", {}),
     "latent, routed": ("deepseek_v3", {}),
     "low": ("window", {"dtype": "bfloat16", "layout": "packed", "optimizer": {"type": "sgd"}}),
@@ -55,9 +57,12 @@ def to_advantages(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return loss, {"loss": loss.detach()}
 
 
-def loss_of(engine: FSDPEngine) -> LossFn:
-    """Return a loss for the engine's head."""
-    return to_advantages if engine.head == "value" else LOSS
+def loss_of(engine: FSDPEngine, rows: list[Sequence] | None = None) -> LossFn:
+    """Return a loss for the engine's head, and for the top ids of the rows."""
+    if engine.head == "value":
+        return to_advantages
+    has_top_ids = any(row.top_ids is not None for row in rows or [])
+    return CENTERED if has_top_ids else LOSS
 
 
 def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) -> list[Sequence]:
@@ -138,6 +143,30 @@ def add_routing(rows: list[Sequence], *, layers: int = 2, experts: int = 4) -> N
         row.routing = draws.astype(np.uint8).reshape(len(row.tokens), -1)
 
 
+def add_top_ids(rows: list[Sequence], *, size: int, truncated: float = 0.0) -> None:
+    """Give each token the `size` most probable ids of a random sampler of 64 ids.
+
+    Args:
+        rows: The rows.
+        size: K.
+        truncated: Share of tokens whose sampler kept at most five ids, the sampled one among them.
+    """
+    rng = np.random.default_rng(3)
+    for row in rows:
+        count = len(row.tokens)
+        logits = rng.normal(0, 1.5, (count, 64))
+        row.is_truncated = rng.random(count) < truncated
+        is_cut = row.is_truncated[:, None]
+        logits[is_cut & (logits.argsort().argsort() < 60)] = -np.inf
+        logits[np.arange(count), row.tokens] = 2.0
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        top = (-logprobs).argsort(-1)[:, :size].astype(np.int32)
+        top_logprobs = np.take_along_axis(logprobs, top, -1).astype(np.float32)
+        top[np.isneginf(top_logprobs)] = -1
+        row.top_ids = top
+        row.fields["behav_top_logprobs"] = top_logprobs
+
+
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Gather all weights."""
     return dict(engine.stream_weights())
@@ -190,7 +219,9 @@ def gradients(
 
     engine.optimizer.step = take  # type: ignore[method-assign]
     try:
-        stats = engine.train_batch(rows, loss or loss_of(engine), record_outputs=record_outputs)
+        stats = engine.train_batch(
+            rows, loss or loss_of(engine, rows), record_outputs=record_outputs
+        )
     finally:
         engine.optimizer.step = step  # type: ignore[method-assign]
     return found, stats

@@ -26,6 +26,7 @@ from tests.impl.engine.helpers import (
     LOSS,
     VARIANTS,
     add_routing,
+    add_top_ids,
     gradients,
     load,
     loss_of,
@@ -112,13 +113,15 @@ def contexts(folder: Path, model: str) -> None:
             rows = make_rows()
             if "routed" in name:
                 add_routing(rows)
+            if "top" in name:
+                add_top_ids(rows, size=7, truncated=0.4)
             parts = [rows[:9], rows[9:], [], []][:size]
             options = options | {"context_parallel": group, "max_tokens_per_microbatch": 32}
             engine = make_engine(Path(model) / family, **options)
             found = out[f"{name} of {group}"] = {"forward": engine.forward(parts[rank])}
             record = None if engine.head == "value" else {"logprobs": "prox_logprobs"}
             found["gradients"], found["stats"] = gradients(
-                engine, parts[rank], updates=True, record_outputs=record
+                engine, parts[rank], loss_of(engine, rows), updates=True, record_outputs=record
             )
             found["recorded"] = [row.fields["prox_logprobs"] for row in parts[rank]]
             found["weights"] = weights(engine)

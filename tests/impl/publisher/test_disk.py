@@ -24,7 +24,10 @@ from arealite.api.server_protocol import (
 from arealite.base.errors import RoleError
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine import hf_folder
+from arealite.impl.publisher import servers as base
+from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
+from arealite.impl.publisher.servers import ServersPublisher
 from tests.impl.publisher.sites import Site, paths, publishing, servers, tensors
 from tests.waiting import eventually
 
@@ -190,9 +193,12 @@ async def test_publish_fails_if_no_server_confirms(site: Site) -> None:
         assert server.paused is None
 
 
-async def test_publish_fails_if_no_server_is_registered(site: Site) -> None:
-    with pytest.raises(RoleError, match="None is registered"):
-        await site.publish(1, timeout_s=0.1)
+async def test_publish_fails_if_no_server_is_registered(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "SERVER_START_S", 0.1)
+    with pytest.raises(RoleError, match=r"in 0.1 s .* None is registered"):
+        await site.publish(1)
 
 
 async def test_publish_waits_for_the_restart_of_the_only_server(site: Site) -> None:
@@ -203,6 +209,34 @@ async def test_publish_waits_for_the_restart_of_the_only_server(site: Site) -> N
         await server.restart()
         assert (await pushing).servers == 1
         assert server.version == "5"
+
+
+async def test_publish_waits_beyond_timeout_s_while_the_only_server_loads_its_model(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_attempts = 0
+    find_servers = ServersPublisher._find_servers
+
+    async def find(publisher: ServersPublisher) -> list[ServerControl]:
+        nonlocal num_attempts
+        num_attempts += 1
+        return await find_servers(publisher)
+
+    monkeypatch.setattr(ServersPublisher, "_find_servers", find)
+    monkeypatch.setattr(base, "WATCH_S", 60.0)
+    async with servers(site, 1) as (server,):
+        await site.publish(1)
+        await server.kill()
+        site.names.remove("llm_server", "s0")
+        num_attempts = 0
+        pushing = asyncio.ensure_future(site.publish(2))
+        await eventually(lambda: num_attempts >= 1, "an attempt")
+        site.clock.advance(500.0)
+        await eventually(lambda: num_attempts >= 3, "further attempts")
+        await server.restart()
+        site.register(server, "s0")
+        assert (await pushing).servers == 1
+        assert server.version == "2"
 
 
 async def test_full_disk_fails_the_publish_before_any_pause(

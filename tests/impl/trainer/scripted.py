@@ -55,6 +55,8 @@ class ScriptedEngine(TrainEngine):
     def __init__(self, events: Events, name: str = "") -> None:
         self.events, self.updates, self.name = events, 0, name
         self.extra: dict[str, Any] = {}
+        self.trained_fields = set[str]()
+        """Fields of the first row of the last update."""
         self.on_update: Callable[[int], None] = lambda count: None
 
     def without_adapter(self) -> TrainEngine:
@@ -67,6 +69,7 @@ class ScriptedEngine(TrainEngine):
         return {
             "logprobs": [row.loss_mask * np.float32(-1.0) for row in rows],
             "entropy": [row.loss_mask * np.float32(0.5) for row in rows],
+            "top_logprobs": [row.loss_mask[:, None] * np.float32([[-1.0, -2.0]]) for row in rows],
         }
 
     def train_batch(
@@ -82,6 +85,7 @@ class ScriptedEngine(TrainEngine):
             row.fields["prox_logprobs"] = row.loss_mask * np.float32(-1.0)
             row.fields["entropy"] = row.loss_mask * np.float32(0.5)
         self.updates += 1
+        self.trained_fields = set(rows[0].fields) if rows else set()
         self.events.add(f"{self.name}update {self.updates}")
         self.on_update(self.updates)
         return {"loss": 0.0, "weight": 1.0, "grad_norm": 1.0, "lr": 1e-3, "skipped_update": 0.0}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.algorithm import AdvantageConfig, KLConfig
+from arealite.api.algorithm import AdvantageConfig, KLConfig, LossConfig
 from arealite.api.experiment_config import DatasetConfig, ExperimentConfig, run_paths
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
@@ -110,6 +110,19 @@ def test_all_updates_of_a_batch_share_one_proximal_policy(config: MakeConfig) ->
     PPOTrainer(config(total_steps=1, updates=2), stage.components()).train()
     stage.events.order("forward", "update 1", "update 2", "report 0")
     assert stage.events.words.count("forward") == 1
+
+
+@pytest.mark.parametrize("centering", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_later_updates_have_the_top_logprobs_of_the_proximal_policy(
+    config: MakeConfig, updates: int, centering: bool
+) -> None:
+    """A single update computes them itself."""
+    stage = Stage(minibatches=updates)
+    loss = LossConfig(centering=centering)
+    PPOTrainer(config(total_steps=1, updates=updates, loss=loss), stage.components()).train()
+    expected = centering and updates > 1
+    assert ("prox_top_logprobs" in stage.engine.trained_fields) == expected
 
 
 def test_batch_with_zero_advantages_is_reported_as_trained(config: MakeConfig) -> None:

@@ -24,7 +24,7 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.turns import decode_turn, encode_turn
 from arealite.ext.models.expert_routing import Routing
 from arealite.impl.client.servers_client import ServersClient
-from arealite.impl.rollout.collector import make_trajectory
+from arealite.impl.rollout.collector import make_trajectory, tree_of
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.system.ledger.payload_checks import find_mismatch
 from tests.fakes.embedded import running, server_config
@@ -86,7 +86,7 @@ async def play(config: ExperimentConfig, *, is_paused: bool) -> tuple[Agent, Any
         members=[0],
         version=0,
     )
-    return agent, make_trajectory(lease, 0, agent, seconds=1.0)
+    return agent, make_trajectory(lease, 0, agent, tree_of(agent), seconds=1.0)
 
 
 def rows_of(header: TrajectoryHeader, payload: bytes, config: ExperimentConfig) -> TrainBatch:

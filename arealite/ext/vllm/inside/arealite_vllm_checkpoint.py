@@ -6,7 +6,6 @@ update is compared before vLLM touches the model. The module imports neither tor
 
 import json
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,13 +136,16 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that transformers loads from a folder."""
+    """List the safetensors files that transformers loads from a folder.
+
+    Any exception may be raised if the folder's index is invalid.
+    """
     single_file = folder / "model.safetensors"
     if single_file.is_file():
         return [single_file]
     file_of_tensor: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
-        file_of_tensor = index["weight_map"]
+    index_file = folder / "model.safetensors.index.json"
+    if index_file.is_file():  # to open a FIFO would block
+        file_of_tensor = json.loads(index_file.read_text("utf-8"))["weight_map"]
     indexed_files = {folder / name for name in file_of_tensor.values()}
     return sorted(indexed_files or folder.glob("*.safetensors"))

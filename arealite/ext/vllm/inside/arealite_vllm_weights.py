@@ -83,6 +83,17 @@ class GroupInfo(WeightTransferInitInfo):
     timeout_s: float = 60.0
     """Limit of the wait for all ranks, and of each broadcast."""
 
+    def __post_init__(self) -> None:
+        """Check the numbers: with wrong ones, the engine would wait for ranks until `timeout_s`.
+
+        Rank 0 is the trainer's. Sizes of groups and ports are below 2**16.
+
+        Raises:
+            ValueError: A number is out of its range.
+        """
+        if not 0 < self.rank_offset < self.world_size < 2**16 > self.master_port > 0:
+            raise ValueError(f"{self} is not a group of a trainer and servers")
+
 
 @dataclass(kw_only=True)
 class TensorsInfo(WeightTransferUpdateInfo):
@@ -303,6 +314,8 @@ class Extension:
             self.weight_transfer_engine.check(path, shapes or {}, unused)
         except UpdateRefused as error:
             return {"refusal": str(error)}
+        except Exception as error:  # noqa: BLE001  (the folder may have any content)
+            return {"refusal": f"the weights cannot be read: {error!r:.500}"}
         return {"refusal": ""}
 
     def arealite_state(self) -> dict[str, Any]:

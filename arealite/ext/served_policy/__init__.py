@@ -1,0 +1,1 @@
+"""Proves for each version that servers generate from the weights that the trainer sent."""
