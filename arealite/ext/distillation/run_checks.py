@@ -8,7 +8,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_json, read_model, vocab_size
-from arealite.ext.distillation.teacher import options_of, teacher_trial
+from arealite.ext.distillation.teacher_trial import options_of, teacher_trial
 from arealite.ext.external.external_servers import examine
 
 SECTION = "trainer.ppo.distillation"

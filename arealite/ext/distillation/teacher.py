@@ -9,48 +9,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.api.trainer import PPOConfig
-from arealite.ext.distillation.config import DistillationConfig
+from arealite.ext.distillation.teacher_trial import NAME, options_of, teacher_trial
 from arealite.ext.external.external_servers import keep_registered
 from arealite.impl.launcher.local import clear_leftovers
 from arealite.impl.launcher.processes import Child, end_all, how_ended, server_overrides, spawn
 
-NAME = "teacher"
-START_S = 600.0
-"""How long a teacher of the run may load its model."""
 LONGEST_PAUSE_S = 60.0
 """Between two starts of a server that ended."""
 Work = Coroutine[object, object, None]
-
-
-def options_of(config: PPOConfig) -> DistillationConfig:
-    """Return the section `distillation` of the options."""
-    return config.distillation
-
-
-def teacher_trial(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config of the teacher's trial."""
-    ppo = config.trainer.ppo
-    options = options_of(ppo)
-    # The experts that a teacher chooses are not replayed.
-    collector = replace(ppo.collector, routing="ignore")
-    launcher = replace(
-        config.launcher,
-        llm_servers=0,
-        server_args=options.server_args,
-    )
-    return replace(
-        config,
-        trial_name=f"{config.trial_name}-{NAME}",
-        server_wait_s=max(config.server_wait_s, START_S),
-        model=replace(config.model, path=options.teacher or config.model.path),
-        llm_server=replace(config.llm_server, addresses=options.addresses),
-        launcher=launcher,
-        trainer=replace(config.trainer, ppo=replace(ppo, collector=collector)),
-    )
 
 
 def provide_teacher(config: ExperimentConfig, say: Callable[[str], object]) -> Work | None:

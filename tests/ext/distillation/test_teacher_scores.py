@@ -15,7 +15,8 @@ from arealite.api.llm import LLMRequest, LLMResponse, clients
 from arealite.api.trainer import PPOConfig
 from arealite.base.errors import ServerUnavailable
 from arealite.ext.distillation.config import DistillationConfig
-from arealite.ext.distillation.teacher_scores import FIELD, LOWEST, Scorer, with_teacher
+from arealite.ext.distillation.teacher_advantages import with_teacher
+from arealite.ext.distillation.teacher_scores import FIELD, LOWEST, Scorer
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.trainer.batch import make_train_batch
 from arealite.impl.trainer.batch_advantages import compute_advantages
