@@ -87,11 +87,7 @@ async def generate_forever(run: Run, server: ServerControl, number: int) -> None
 async def is_found(folder: Path, fault: Fault) -> bool:
     """Return whether a planted fault stops the run at its first version."""
     async with Run(fault.write(folder), served_dtype=fault.served_dtype).running() as run:
-        for version in range(fault.first):
-            await run.publish(version)
-            run.train(fault.change, seed=version)
-            if version == 1:
-                run.plant(fault.plant)
+        await run.publish_and_plant(fault)
         with contextlib.suppress(InvariantError):
             await run.publish(fault.first)
             return False

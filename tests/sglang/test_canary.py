@@ -11,7 +11,7 @@ from arealite.base.errors import InvariantError
 from arealite.ext.sglang.sglang_control import SGLangControl
 from arealite.system.names.name_registry import NameRegistry
 from tests.ext.served_policy.conftest import patient as patient
-from tests.ext.served_policy.real_runs import RealRun, real_run
+from tests.ext.served_policy.real_runs import RealRun, check_proofs_and_old_weights, real_run
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import publishing
 from tests.sglang.shared import SharedServer
@@ -36,14 +36,7 @@ def run(tmp_path: Path, sglang_server: SharedServer, group: None) -> Iterator[Re
 
 
 def test_each_version_is_proven_and_old_weights_are_found(run: RealRun) -> None:
-    for version in range(4):
-        run.publish(version)
-    proofs = run.proofs()
-    print(proofs)
-    assert [proof.is_proven for proof in proofs] == [True] * 4, proofs
-    assert max(proof.largest for proof in proofs) < 1e-3
-    with pytest.raises(InvariantError, match="old weights: the scores equal version 3's"):
-        run.publish(4, sends=False)
+    check_proofs_and_old_weights(run)
 
 
 def test_cache_that_an_update_did_not_flush_is_found(

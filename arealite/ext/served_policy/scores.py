@@ -104,8 +104,9 @@ async def read_scores(generate: Generate, row: list[int], version: int | None) -
 def _next_logprobs(answer: ServerAnswer) -> np.ndarray:
     """Return the log-probabilities of the most probable next tokens, from the highest on [K]."""
     logprobs = answer.logprobs[:1]
-    for row in answer.top_tokens or []:
-        logprobs = [logprob for logprob, _, _ in row if logprob is not None]
+    if answer.top_tokens:
+        first_row = answer.top_tokens[0]
+        logprobs = [logprob for logprob, _, _ in first_row if logprob is not None]
     return np.sort(logprobs)[::-1][:NUM_NEXT]
 
 

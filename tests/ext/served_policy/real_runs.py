@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.base.errors import InvariantError
 from arealite.ext.served_policy.canary import Canary
 from arealite.ext.served_policy.proof_file import ProofFile, ServerProof
 from arealite.impl.publisher.disk import DiskPublisher
@@ -55,3 +57,14 @@ def real_run(config: ExperimentConfig) -> Iterator[RealRun]:
         yield run
     finally:
         run.publisher.close()
+
+
+def check_proofs_and_old_weights(run: RealRun) -> None:
+    """Check that four versions are proven, and that a fifth one that is not sent is found."""
+    for version in range(4):
+        run.publish(version)
+    proofs = run.proofs()
+    assert [proof.is_proven for proof in proofs] == [True] * 4, proofs
+    assert max(proof.largest for proof in proofs) < 1e-3
+    with pytest.raises(InvariantError, match="old weights: the scores equal version 3's"):
+        run.publish(4, sends=False)

@@ -21,7 +21,7 @@ from arealite.ext.served_policy.canary import Canary
 from arealite.ext.served_policy.proof_file import ProofFile, ServerProof
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.rank_group import World
-from tests.ext.served_policy.plants import Plant, copied
+from tests.ext.served_policy.plants import Fault, Plant, copied
 from tests.fakes.embedded import running, server_config
 from tests.impl.engine.helpers import make_engine
 from tests.waiting import eventually
@@ -104,6 +104,14 @@ class Run:
             return len([proof for proof in proven if proof.version == version]) == count
 
         await eventually(is_proven, f"{count} proofs of version {version}")
+
+    async def publish_and_plant(self, fault: Fault) -> None:
+        """Publish and train the versions before a fault shows; plant it after version 1."""
+        for version in range(fault.first):
+            await self.publish(version)
+            self.train(fault.change, seed=version)
+            if version == 1:
+                self.plant(fault.plant)
 
     def plant(self, plant: Plant, number: int = 0) -> Callable[[], None]:
         """Change a server after each further update; return what ends that."""

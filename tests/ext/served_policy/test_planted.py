@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import InvariantError
-from tests.ext.served_policy.plants import FAULTS, Fault, confirms_without_loading
+from tests.ext.served_policy.plants import (
+    FAULTS,
+    Fault,
+    confirms_without_loading,
+)
 from tests.ext.served_policy.runs import Run
 from tests.models import tiny_mixture, tiny_model
 
@@ -24,11 +28,7 @@ async def test_planted_fault_stops_the_run_at_its_first_version(
     tmp_path: Path, fault: Fault
 ) -> None:
     async with Run(fault.write(tmp_path), served_dtype=fault.served_dtype).running() as run:
-        for version in range(fault.first):
-            await run.publish(version)
-            run.train(fault.change, seed=version)
-            if version == 1:
-                run.plant(fault.plant)
+        await run.publish_and_plant(fault)
         with pytest.raises(InvariantError, match=fault.reason):
             await run.publish(fault.first)
         *earlier, first, second = run.proofs()
