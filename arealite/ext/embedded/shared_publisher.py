@@ -21,13 +21,12 @@ from arealite.api.engine import TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.api.llm_server import LLMServerConfig
 from arealite.api.publisher import PolicyProof, PublishReport, WeightPublisher
-from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.ext.embedded.config import EmbeddedServerConfig
 from arealite.ext.embedded.embedded_server import EmbeddedServer
 from arealite.impl.http_client import Pool
-from arealite.impl.publisher.control import ServerControl
+from arealite.impl.publisher.control import control_of
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.publisher.servers import PROOF_S
 from arealite.system.health.waits import Wait
@@ -100,14 +99,11 @@ class SharedPublisher(WeightPublisher):
 
     async def _fault(self, proof: PolicyProof, version: int) -> str:
         """Return why the server generates from other parameters; "" without a fault."""
-        entry = {"address": self.server.address}
-        control: type[ServerControl] = part_of_entry("server_control", entry)
         with closing(Pool(self.config.timeout_s)) as pool:
-            server = control(
+            server = control_of(
+                {"address": self.server.address},
                 id=self.server.entry_id,
-                address=self.server.address,
                 pool=pool,
-                protocol=part_of_entry("server_protocol", entry)(),
                 headers=self._names.headers("shared"),
             )
             return await proof.fault(server.id, version, server.generate)

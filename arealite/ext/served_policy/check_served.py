@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.server_protocol import part_of_entry
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.cli import configs
@@ -22,7 +21,7 @@ from arealite.ext.served_policy.canary import (
 )
 from arealite.ext.served_policy.proof_file import ProofFile
 from arealite.ext.served_policy.scores import is_within, read_scores
-from arealite.impl.publisher.control import ServerControl
+from arealite.impl.publisher.control import control_of
 from arealite.system.names.name_registry import NameRegistry
 
 
@@ -86,13 +85,7 @@ async def _served_scores(
     with closing(servers.pool) as pool:
         entries = {entry.value["address"]: entry.value for entry in registry.list("llm_server")}
         entry = entries.get(url) or await servers.describe(address)
-        control: type[ServerControl] = part_of_entry("server_control", entry)
-        server = control(
-            id=address,
-            address=url,
-            pool=pool,
-            protocol=part_of_entry("server_protocol", entry)(),
-            headers=registry.headers(entry["type"]),
-        )
+        headers = registry.headers(entry["type"])
+        server = control_of(entry, id=address, pool=pool, headers=headers)
         scores = await read_scores(server.generate, row, None)
     return scores.prompt_T, entry

@@ -9,12 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport
-from arealite.api.server_protocol import GenerateRequest, ServerAnswer, ServerProtocol
+from arealite.api.server_protocol import (
+    GenerateRequest,
+    ServerAnswer,
+    ServerProtocol,
+    part_of_entry,
+)
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
@@ -393,3 +399,15 @@ class ServerControl(ABC):
         if status != 200:
             raise ServerRefusal(f"{self.address}{path} answered {status}: {answer[:300]}")
         return answer
+
+
+def control_of(entry: Mapping[str, Any], **fields: Any) -> ServerControl:
+    """Return the control of a server.
+
+    Args:
+        entry: Content of the server's entry in the name registry.
+        fields: The fields of `ServerControl` that an entry does not tell.
+    """
+    control_type: type[ServerControl] = part_of_entry("server_control", entry)
+    protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
+    return control_type(address=str(entry["address"]), protocol=protocol, **fields)

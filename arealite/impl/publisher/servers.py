@@ -20,12 +20,18 @@ from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PolicyProof, PublishReport, WeightPublisher
-from arealite.api.server_protocol import SERVER_START_S, part_of_entry
+from arealite.api.server_protocol import SERVER_START_S
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.base.model_folder import ModelTensors, Shapes, read_shapes
 from arealite.impl.http_client import Pool
-from arealite.impl.publisher.control import CONTINUE_S, FAILURES, ServerControl, ServerRefusal
+from arealite.impl.publisher.control import (
+    CONTINUE_S,
+    FAILURES,
+    ServerControl,
+    ServerRefusal,
+    control_of,
+)
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -348,13 +354,11 @@ class ServersPublisher(WeightPublisher):
 
     def _new_server(self, entry: Entry) -> ServerControl:
         """Return the control of a server that is new to this publisher."""
-        control_type: type[ServerControl] = part_of_entry("server_control", entry.value)
-        return control_type(
+        return control_of(
+            entry.value,
             id=entry.id,
-            address=str(entry.value["address"]),
             lock=self._locks[entry.id],
             pool=self._pool,
-            protocol=part_of_entry("server_protocol", entry.value)(),
             unused=self.unused,
             folder=str(entry.value.get("model_path") or ""),
             headers=self.registry.headers(str(entry.value.get("type") or "")),
