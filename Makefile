@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -80,7 +80,8 @@ help:
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench-real   compare generation and updates of SmolLM2 with transformers, vLLM (installed into $(VLLM_VENV)) and plain torch"
 	@echo "make bench-real-steps  compare training steps of SmolLM2 with TRL, and measure memory (MODEL=FOLDER)"
-	@echo "make bench        run every benchmark except bench-real, bench-real-steps, bench-sglang, bench-vllm, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
+	@echo "make bench-adapters  measure adapters that are published and served as adapters, on SmolLM2 (tools/smollm2.py)"
+	@echo "make bench        run every benchmark except bench-adapters, bench-real, bench-real-steps, bench-sglang, bench-vllm, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -265,7 +266,7 @@ docs: $(VENV)/.docs reference
 
 bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async
 
-bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async bench-canary: bench-%: $(VENV)/.dev
+bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async bench-canary bench-adapters: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-train: bench-trl

@@ -72,6 +72,8 @@ class TrainEngine(ABC):
     whole_module: PreTrainedModel | None = None
     """The model whose parameters are trained in place; None if its parameters are sharded, or are
     not in the dtype of the forward pass."""
+    adapter_config: Mapping[str, object] | None = None
+    """Content of adapter_config.json, as peft writes it, if adapters alone are trained."""
     unused_tensors: frozenset[str] = frozenset()
     """Tensors of the folder that the model ignores. They are not streamed."""
     replays_routing: bool = True
@@ -147,6 +149,14 @@ class TrainEngine(ABC):
             on_device: yield tensors on the model's device; they may be the parameters themselves,
                 which the next update changes. Otherwise each tensor is a copy on the CPU.
         """
+
+    def stream_adapter(self) -> Iterator[Named]:
+        """Yield (name in peft's file, full tensor) on rank 0, and nothing on other ranks.
+
+        Only an engine with an `adapter_config` has an adapter. Each tensor is a
+        copy on the CPU, in float32.
+        """
+        yield from ()
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -7,14 +7,14 @@ token, R = bytes of a token's recorded experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from arealite.api.engine import LossFn, Sequence
+from arealite.api.engine import LossFn, Named, Sequence
 from arealite.api.engine_config import FSDPConfig, Head
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class EngineExtension:
     """Number of ranks that compute the same rows together."""
     is_counted: bool = True
     """Whether the stats of this rank count: one of the ranks that share rows."""
+    adapter_config: Mapping[str, object] | None = None
+    """Content of adapter_config.json, as peft writes it, if adapters alone are trained."""
     layout: RowLayout | None = None
     """The layout of rows, which `change_layers` may set; None: rows are padded."""
 
@@ -165,6 +167,10 @@ class EngineExtension:
     def merged(self, name: str, weight: torch.Tensor, full: Full) -> torch.Tensor | None:
         """Return the full value to export for a parameter; None: its own value."""
         return None
+
+    def stream_adapter(self, full: Full) -> Iterator[Named]:
+        """Yield (name in peft's file, full tensor) of each adapter's matrix."""
+        yield from ()
 
     def export(self, folder: Path | None, full: Full) -> None:
         """Write further files into an exported folder; None: only gather parameters."""

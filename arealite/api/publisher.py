@@ -101,6 +101,15 @@ class WeightPublisher(ABC):
             RoleError: The weights cannot be staged, or no server confirmed them.
         """
 
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether all servers can load the engine's adapter alone, without the base weights."""
+        return False
+
+    def stage_adapter(self, version: int, matrices: "Iterator[tuple[str, torch.Tensor]]") -> bool:
+        """Read the adapter of a version; see `stage`. Called only if `takes_adapter`."""
+        raise NotImplementedError
+
     @abstractmethod
     def push(self, version: int) -> PublishReport:
         """Update every server to the staged version; may run during training.

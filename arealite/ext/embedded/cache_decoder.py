@@ -9,7 +9,7 @@ rows.
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +58,14 @@ class CacheDecoder(BaseDecoder):
         self._batches: list[DecodingBatch] = []
 
     def prefill(self, waiting: deque[Generation]) -> None:
-        prompts, generations, sources = self._admit(waiting)
+        admitted = self._admit(waiting)
+        prompts = admitted.prompts
+        generations = admitted.generations
+        sources = admitted.sources
         self.running += generations
         self._score_prompts(generations)
         lengths = [len(prompt) for prompt in prompts]
+        self.adapters.select(admitted.adapters)
         with self._recorder(generations, sources, lengths):
             logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)
         has_equal_prompts = len(sources) > len(prompts)
@@ -76,29 +80,35 @@ class CacheDecoder(BaseDecoder):
             last_tokens = [[generation.output[-1]] for generation in rows]
             tokens_B1 = torch.tensor(last_tokens)
             start = rows[0].length_so_far() - 1
+            self.adapters.select([generation.adapter for generation in rows])
             with self._recorder(rows):
                 logits_BV, batch.cache = self._forward(tokens_B1, start, batch.cache)
             self._sample(rows, logits_BV, self._settings_of(rows))
 
-    def remove_ended(self) -> list[Generation]:
-        """Free and return the ended requests."""
-        ended = [generation for generation in self.running if generation.ended]
-        if not ended:
+    def remove(self, chosen: Callable[[Generation], bool]) -> list[Generation]:
+        """Free and return the chosen requests; all others keep their keys and values."""
+        removed = [generation for generation in self.running if chosen(generation)]
+        if not removed:
             return []
-        self.running = [generation for generation in self.running if not generation.ended]
+        self.running = [generation for generation in self.running if not chosen(generation)]
         for batch in self._batches:
-            rows_left = [row for row, generation in enumerate(batch.rows) if not generation.ended]
+            rows_left = [row for row, generation in enumerate(batch.rows) if not chosen(generation)]
             if 0 < len(rows_left) < len(batch.rows):
                 batch.cache = self._select(batch.cache, torch.tensor(rows_left))
             batch.rows = [batch.rows[row] for row in rows_left]
         self._batches = [batch for batch in self._batches if batch.rows]
-        return ended
+        return removed
 
     def clear(self) -> list[Generation]:
         self._batches = []
         return super().clear()
 
-    def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
+    def _forward(
+        self,
+        tokens_BL: Tensor,
+        start: int,
+        cache: Any,
+    ) -> tuple[Tensor, Any]:
         """Return the last logits [B, V] of tokens from position `start`, and the cache."""
         end = start + tokens_BL.shape[1]
         ids_BL = tokens_BL.to(self._device)
@@ -124,7 +134,12 @@ class CacheDecoder(BaseDecoder):
 class PlainDecoder(CacheDecoder):
     """Runs any causal model without a cache: each token costs a forward pass over its whole row."""
 
-    def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
+    def _forward(
+        self,
+        tokens_BL: Tensor,
+        start: int,
+        cache: Any,
+    ) -> tuple[Tensor, Any]:
         rows_BL = tokens_BL
         if cache is not None:
             rows_BL = torch.cat([cache, tokens_BL], 1)
@@ -188,7 +203,10 @@ def _has_time_step_limit(model: Model) -> bool:
 
 
 @torch.inference_mode()
-def _difference(decoder_type: type[BaseDecoder], model: Model) -> tuple[float, float]:
+def _difference(
+    decoder_type: type[BaseDecoder],
+    model: Model,
+) -> tuple[float, float]:
     """Return how far a decoder's log-probabilities are from those of plain passes, and the bound.
 
     Both are in nats. In float32, the difference is the maximum. In 16 bits, it is the usual
@@ -215,7 +233,11 @@ def _probe_generations(model: Model) -> list[Generation]:
     num_tokens = min(64, model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(num_tokens, (9,), generator=generator).tolist()
-    prompts_and_limits = [(tokens[:3], 8), (tokens[:3], 6), (tokens, 8)]
+    prompts_and_limits = [
+        (tokens[:3], 8),
+        (tokens[:3], 6),
+        (tokens, 8),
+    ]
     return [
         Generation(
             rid="",

@@ -19,7 +19,12 @@ class EmbeddedServerConfig(ServerOptions):
     device: str = opt("auto", "auto, cpu or cuda")
     max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
 
-    def supervise(self, config: "ServerConfig", command: Sequence[str], starter: Any) -> int:
+    def supervise(
+        self,
+        config: "ServerConfig",
+        command: Sequence[str],
+        starter: Any,
+    ) -> int:
         """Run the server in a child process; return the exit code."""
         from arealite.ext.embedded.server_supervisor import supervise
 

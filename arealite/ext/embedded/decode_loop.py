@@ -20,6 +20,7 @@ from arealite.base import log
 from arealite.ext.embedded.decoder import BaseDecoder
 from arealite.ext.embedded.futures import resolve
 from arealite.ext.embedded.generation import Generation
+from arealite.ext.embedded.served_adapters import LowRankByLayer
 
 logger = log.get(__name__)
 
@@ -42,6 +43,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.version = "default"
+        self.adapter_versions = dict[str, str]()
+        """The version of each adapter that requests may name."""
         self.paused: str | None = None
         self.waiting: deque[Generation] = deque()
         self.last_pause_s = 0.0
@@ -82,7 +85,11 @@ class Engine:
         self._post(partial(resolve, future, partial(command, *args)))
         return future
 
-    def call_between_requests(self, command: Callable[..., T], *args: object) -> Future[T]:
+    def call_between_requests(
+        self,
+        command: Callable[..., T],
+        *args: object,
+    ) -> Future[T]:
         """Run a method in the engine's thread when paused, or when no request is running."""
         future = Future[T]()
         job = partial(resolve, future, partial(command, *args))
@@ -106,7 +113,7 @@ class Engine:
                 still_waiting.append(generation)
                 continue
             generation.abort("Abort in waiting queue")
-            generation.close_span(self.version)
+            self._close_span(generation)
             self._outbox.append(generation)
         self.waiting = still_waiting
 
@@ -123,15 +130,7 @@ class Engine:
         if mode == "abort":
             self.abort(lambda generation: True)
         if mode == "retract":
-            # Sorted by length, because prompts of similar length need the least padding.
-            retracted = sorted(
-                self.decoder.clear(),
-                key=Generation.length_so_far,
-                reverse=True,
-            )
-            for generation in retracted:
-                generation.retractions += 1
-            self.waiting.extendleft(retracted)
+            self._let_wait(self.decoder.clear())
 
     def resume(self) -> None:
         """Continue after a pause; no-op if not paused."""
@@ -146,7 +145,12 @@ class Engine:
         self.decoder.clear()
         return True
 
-    def update(self, stage: Callable[[], LoopCommand], version: str | None, flush: bool) -> bool:
+    def update(
+        self,
+        stage: Callable[[], LoopCommand],
+        version: str | None,
+        flush: bool,
+    ) -> bool:
         """Load new weights; called through `call_between_requests`.
 
         Args:
@@ -171,11 +175,51 @@ class Engine:
         return not flush or self.flush()
 
     def relabel(self, version: str) -> None:
-        """Set the version of the tokens that are sampled from now on."""
+        """Set the version of the tokens that are sampled from now on without a named adapter."""
         if version != self.version:
             for generation in (*self.decoder.running, *self.waiting):
-                generation.close_span(self.version)
+                self._close_span(generation)
             self.version = version
+
+    def load_adapter(
+        self,
+        name: str,
+        low_rank_by_layer: LowRankByLayer,
+        version: str,
+    ) -> None:
+        """Load or replace the adapter `name`; requests without it are not interrupted.
+
+        Its running requests continue with new keys and values.
+        """
+        self._let_wait(self.decoder.remove(lambda generation: generation.adapter == name))
+        for generation in self.waiting:
+            if generation.adapter == name:
+                self._close_span(generation)
+        self.decoder.adapters.load(name, low_rank_by_layer)
+        self.decoder.drop_prefix()
+        self.adapter_versions[name] = version
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove the adapter `name`; its requests end with the output they have."""
+        self.abort(lambda generation: generation.adapter == name)
+        self.decoder.adapters.remove(name)
+        self.decoder.drop_prefix()
+        self.adapter_versions.pop(name, None)
+
+    def version_of(self, generation: Generation) -> str:
+        """Return the version of the tokens that a request gets now."""
+        return self.adapter_versions.get(generation.adapter, self.version)
+
+    def _close_span(self, generation: Generation) -> None:
+        generation.close_span(self.version_of(generation))
+
+    def _let_wait(self, retracted: list[Generation]) -> None:
+        """Let requests that lost their keys and values wait to be computed again, before others."""
+        # Sorted by length, because prompts of similar length need the least padding.
+        retracted.sort(key=Generation.length_so_far, reverse=True)
+        for generation in retracted:
+            generation.retractions += 1
+        self.waiting.extendleft(retracted)
 
     def _post(self, command: LoopCommand) -> None:
         with self._wake:
@@ -206,7 +250,7 @@ class Engine:
         grown: list[Generation] = []
         for generation in self.decoder.running:
             if generation.interval and generation.is_event_due:
-                generation.close_span(self.version)
+                self._close_span(generation)
                 grown.append(generation)
         if grown or self._outbox:
             ended = self._outbox
@@ -239,5 +283,5 @@ class Engine:
         """Move ended requests to the outbox."""
         ended = self.decoder.remove_ended()
         for generation in ended:
-            generation.close_span(self.version)
+            self._close_span(generation)
         self._outbox += ended

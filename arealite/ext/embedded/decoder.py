@@ -3,24 +3,28 @@
 transformers' continuous batching is not used, because on a CPU it builds a mask over all pairs of
 requests. Here every request has its own row in the cache.
 
-Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary. In
-the cache: S = rows, T = positions, H = key heads, D = head size. P = positions with logits.
+Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary,
+P = positions with logits.
 """
 
 import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicLayer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from arealite.ext.embedded.expert_records import RoutingRecorder, any_wants_routing
 from arealite.ext.embedded.generation import Generation
+from arealite.ext.embedded.served_adapters import ServedAdapters
+from arealite.ext.embedded.slot_cache import SlotCache, round_up
 from arealite.ext.embedded.token_sampler import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
@@ -31,14 +35,10 @@ MIN_PREFIX_TOKENS = 16
 """Smallest number of tokens of a shared prefix."""
 WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
-BLOCK = 64
-"""The cache holds a multiple of this many rows and positions, so that it rarely grows."""
 CACHES = "cache", "past_key_values", "cache_params"
 """Names of a model's cache, as an argument and in the output; from transformers 5.24: `cache`."""
 Ids = tuple[int, ...]
 """A prompt."""
-Index = tuple[slice | Tensor, slice | Tensor]
-"""Rows and positions of the cache."""
 Mask = Tensor | dict[str, Tensor]
 
 
@@ -57,114 +57,6 @@ def window_of(model: PreTrainedModel) -> int | None:
     return getattr(config, "sliding_window", None) if has_sliding_layers else None
 
 
-def _round_up(number: int, block: int) -> int:
-    """Return the smallest multiple of `block` that is at least `number`."""
-    return -(-number // block) * block
-
-
-class SlotCache(Cache):
-    """Keys and values of the running requests: one tensor per layer, one row per request.
-
-    The n running requests occupy rows 0 … n-1, so that attention reads a view, without pages or
-    copies. When a request ends, the last row moves into its row. `start` sets where the next pass
-    writes. Positions beyond a row's length hold stale numbers, which the attention mask hides.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
-        self._tensors_STHD: list[Tensor] = []
-        """Keys and values of layer 0, of layer 1, …"""
-        self._shape = (0, 0)
-        self._index: Index = (slice(0), slice(0))
-        self._width: int | None = None
-        self._prefix_THD: list[Tensor] = []
-        """Keys and values of a prefix that prompts share, in the order of `_tensors_STHD`."""
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Extend the cache to `rows` requests of `length` positions; the contents stay."""
-        old_rows, old_length = self._shape
-        if rows <= old_rows and length <= old_length:
-            return
-        row_block = min(BLOCK, max(old_rows, 8))
-        rows = max(old_rows, _round_up(rows, row_block))
-        length = max(old_length, _round_up(length, BLOCK))
-        self._shape = (rows, length)
-        for i, old_STHD in enumerate(self._tensors_STHD):
-            new_STHD = self._allocate(old_STHD, old_STHD.shape[2])
-            new_STHD[:old_rows, :old_length] = old_STHD
-            self._tensors_STHD[i] = new_STHD
-
-    def _allocate(self, like: Tensor, num_heads: int) -> Tensor:
-        """Return zeros in which all positions of a head are adjacent: attention is faster."""
-        rows, length = self._shape
-        head_size = like.shape[-1]
-        zeros_SHTD = like.new_zeros((rows, num_heads, length, head_size))
-        return zeros_SHTD.transpose(1, 2)
-
-    def start(self, index: Index, *, width: int | None = None) -> None:
-        """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
-
-        Attention reads the first `width` positions of the rows; None: only the positions that this
-        pass writes. Rows as a tensor are 0 … n-1.
-        """
-        self._index = index
-        self._width = width
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *_: object,
-        **__: object,
-    ) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values [rows, H, L, D]; return those that attention reads."""
-        keys = self._update_tensor(2 * layer_idx, key_states)
-        values = self._update_tensor(2 * layer_idx + 1, value_states)
-        return keys, values
-
-    def _update_tensor(self, index: int, new_SHLD: Tensor) -> Tensor:
-        """Write into `_tensors_STHD[index]`; return the part that attention reads."""
-        if index == len(self._tensors_STHD):
-            self._tensors_STHD.append(self._allocate(new_SHLD, new_SHLD.shape[1]))
-        tensor_STHD = self._tensors_STHD[index]
-        tensor_STHD[self._index] = new_SHLD.transpose(1, 2)
-        if self._width is None:
-            return new_SHLD
-        rows = self._index[0]
-        if not isinstance(rows, slice):
-            rows = slice(new_SHLD.shape[0])
-        return tensor_STHD[rows, : self._width].transpose(1, 2)
-
-    def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
-        """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
-        if not moves:
-            return
-        sources = [source for source, _ in moves]
-        targets = [target for _, target in moves]
-        for tensor in self._tensors_STHD:
-            tensor[targets, :length] = tensor[sources, :length]
-
-    def store_prefix(self, row: int, length: int) -> None:
-        """Copy the first `length` positions of a row for later requests."""
-        self._prefix_THD = [tensor[row, :length].clone() for tensor in self._tensors_STHD]
-
-    def load_prefix(self, rows: slice) -> None:
-        """Copy the stored prefix into rows."""
-        for tensor, prefix in zip(self._tensors_STHD, self._prefix_THD, strict=True):
-            tensor[rows, : len(prefix)] = prefix
-
-    def drop_prefix(self) -> None:
-        """Drop the stored prefix and free its memory."""
-        self._prefix_THD.clear()
-
-    def drop(self) -> None:
-        """Drop all keys and values and free their memory."""
-        self._tensors_STHD.clear()
-        self.drop_prefix()
-        self._shape = (0, 0)
-
-
 def _on_cpu(*tensors: Tensor) -> list[np.ndarray]:
     return [tensor.cpu().numpy() for tensor in tensors]
 
@@ -179,6 +71,24 @@ def _common_length(prompts: Sequence[Ids]) -> int:
     return min(len(lowest), len(highest))
 
 
+@dataclass(kw_only=True)
+class Admitted:
+    """New requests of one forward pass. Equal prompts with equal adapters are one row."""
+
+    generations: list[Generation]
+    prompts: list[Ids]
+    """The tokens of each row."""
+    adapters: list[str]
+    """The name of each row's adapter."""
+    sources: list[int]
+    """The row of each request."""
+
+
+def has_ended(generation: Generation) -> bool:
+    """Return whether the output of a request is complete."""
+    return generation.ended
+
+
 class BaseDecoder(ABC):
     """Admits requests and samples their tokens; a subclass runs the model."""
 
@@ -190,6 +100,7 @@ class BaseDecoder(ABC):
         self.max_rows = max_rows
         self.running: list[Generation] = []
         self._device = str(next(model.parameters()).device)
+        self.adapters = ServedAdapters(model)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._recorder = RoutingRecorder(model)
         self._model_inputs = inspect.signature(model.forward).parameters
@@ -210,8 +121,12 @@ class BaseDecoder(ABC):
         """Sample one token of every running request."""
 
     @abstractmethod
+    def remove(self, chosen: Callable[[Generation], bool]) -> list[Generation]:
+        """Free and return the chosen requests; all others keep their keys and values."""
+
     def remove_ended(self) -> list[Generation]:
         """Free and return the ended requests."""
+        return self.remove(has_ended)
 
     def clear(self) -> list[Generation]:
         """Remove and return all running requests; drop all keys, values and states."""
@@ -225,20 +140,17 @@ class BaseDecoder(ABC):
         Running requests keep their keys and values.
         """
 
-    def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
-        """Remove the requests that fit from `waiting`.
-
-        Returns:
-            (the distinct prompts, the requests, the index of each request's prompt).
-        """
-        row_of_prompt: dict[Ids, int] = {}
+    def _admit(self, waiting: deque[Generation]) -> "Admitted":
+        """Remove the requests that fit from `waiting`."""
+        row_of_prompt: dict[tuple[str, Ids], int] = {}
         admitted: list[Generation] = []
         sources: list[int] = []
         lengths: set[int] = set()
         while waiting and len(self.running) + len(admitted) < self.max_rows:
             generation = waiting[0]
             prompt = (*generation.prompt, *generation.output)
-            if prompt in row_of_prompt:
+            key = (generation.adapter, prompt)
+            if key in row_of_prompt:
                 generation.cached_tokens = len(prompt) - 1
             else:
                 has_other_length = bool(lengths) and len(prompt) not in lengths
@@ -248,9 +160,13 @@ class BaseDecoder(ABC):
                 if row_of_prompt and not self._fit_one_pass(len(row_of_prompt) + 1, lengths):
                     break
             admitted.append(waiting.popleft())
-            sources.append(row_of_prompt.setdefault(prompt, len(row_of_prompt)))
-        prompts = list(row_of_prompt)
-        return prompts, admitted, sources
+            sources.append(row_of_prompt.setdefault(key, len(row_of_prompt)))
+        return Admitted(
+            generations=admitted,
+            prompts=[prompt for _, prompt in row_of_prompt],
+            adapters=[adapter for adapter, _ in row_of_prompt],
+            sources=sources,
+        )
 
     def _fit_one_pass(self, num_prompts: int, lengths: Collection[int]) -> bool:
         """Return whether one forward pass may compute prompts of these distinct lengths.
@@ -289,6 +205,7 @@ class BaseDecoder(ABC):
             if begin is None:
                 continue
             ids_1L = torch.tensor([generation.prompt], device=self._device)
+            self.adapters.select([generation.adapter])
             logprobs_LV = self._prompt_logits(ids_1L)[begin:-1].float().log_softmax(-1)
             logprobs_L1 = logprobs_LV.gather(1, ids_1L[0, begin + 1 :, None])
             generation.prompt_logprobs = logprobs_L1[:, 0].tolist()
@@ -318,9 +235,14 @@ class Decoder(BaseDecoder):
         """The tokens whose keys and values the cache keeps for later prompts."""
         self._latest: Ids = ()
         """The last prompt that did not begin with `_prefix`, under the present weights."""
+        self._prefix_adapter = ""
+        """The adapter that `_prefix` and `_latest` belong to."""
 
     def prefill(self, waiting: deque[Generation]) -> None:
-        prompts, generations, sources = self._admit(waiting)
+        admitted = self._admit(waiting)
+        prompts = admitted.prompts
+        generations = admitted.generations
+        sources = admitted.sources
         first = len(self.running)
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
@@ -330,7 +252,8 @@ class Decoder(BaseDecoder):
         self._cache.reserve(len(self.running), longest + 1)
         prefix_length = 0
         if not any_wants_routing(generations):
-            prefix_length = self._reuse_prefix(prompts, generations, first)
+            prefix_length = self._reuse_prefix(admitted, first)
+        self.adapters.select(admitted.adapters)
         last_positions = sorted({length - 1 for length in lengths})
         with self._recorder(generations, sources, lengths):
             logits_BPV = self._forward_prompts(
@@ -351,18 +274,25 @@ class Decoder(BaseDecoder):
 
     def _reuse_prefix(
         self,
-        prompts: Sequence[Ids],
-        generations: Sequence[Generation],
+        admitted: Admitted,
         first: int,
     ) -> int:
         """Write keys and values of a prefix that all prompts share, for example a system prompt.
 
-        Compute the prefix unless the stored one matches; only the latest one is stored. The last
-        token of each prompt is not part of it, because its logits are needed.
+        Prompts of different adapters share none. Compute the prefix unless the stored one matches;
+        only the latest one is stored. The last token of each prompt is not part of it, because its
+        logits are needed.
 
         Returns:
             The number of tokens of the prefix; 0: the prompts share too few.
         """
+        prompts = admitted.prompts
+        adapter = admitted.adapters[0]
+        if len(set(admitted.adapters)) > 1:
+            return 0
+        if adapter != self._prefix_adapter:
+            self.drop_prefix()
+            self._prefix_adapter = adapter
         max_length = min(map(len, prompts)) - 1
         stored = self._prefix[:max_length]
         stored_length = len(stored)
@@ -370,7 +300,7 @@ class Decoder(BaseDecoder):
             prompt[:stored_length] == stored for prompt in prompts
         )
         if is_usable:
-            for generation in generations:
+            for generation in admitted.generations:
                 generation.cached_tokens = max(generation.cached_tokens, stored_length)
         else:
             compared = prompts if len(prompts) > 1 else [*prompts, self._latest]
@@ -379,6 +309,7 @@ class Decoder(BaseDecoder):
             if length < MIN_PREFIX_TOKENS:
                 return 0
             self._prefix = prompts[0][:length]
+            self.adapters.select([adapter])
             self._forward_prompts([self._prefix], [length - 1], first=first)
             self._cache.store_prefix(first, length)
         rows = slice(first, first + len(prompts))
@@ -424,7 +355,8 @@ class Decoder(BaseDecoder):
 
     def decode(self) -> None:
         settings = self._settings or self._rebuild()
-        width = _round_up(self._longest + 1, WIDTH_BLOCK)
+        self.adapters.select([generation.adapter for generation in self.running])
+        width = round_up(self._longest + 1, WIDTH_BLOCK)
         positions_B1 = self._lengths_B[:, None]
         self._cache.reserve(len(self.running), width)
         self._cache.start((self._rows_B1, positions_B1), width=width)
@@ -464,15 +396,16 @@ class Decoder(BaseDecoder):
             "sliding_attention": sliding_mask,
         }
 
-    def remove_ended(self) -> list[Generation]:
-        """Free and return the ended requests; the last rows move into the freed ones."""
+    def remove(self, chosen: Callable[[Generation], bool]) -> list[Generation]:
+        """Free and return the chosen requests; the last rows move into the freed ones."""
         running = self.running
-        ended = [generation for generation in running if generation.ended]
-        if not ended:
+        is_chosen = [chosen(generation) for generation in running]
+        removed = [*compress(running, is_chosen)]
+        if not removed:
             return []
-        num_left = len(running) - len(ended)
-        sources = [row for row in range(num_left, len(running)) if not running[row].ended]
-        freed_rows = [row for row in range(num_left) if running[row].ended]
+        num_left = len(running) - len(removed)
+        sources = [row for row in range(num_left, len(running)) if not is_chosen[row]]
+        freed_rows = [row for row in range(num_left) if is_chosen[row]]
         moves = list(zip(sources, freed_rows, strict=True))
         longest = max(generation.length_so_far() for generation in running)
         self._cache.copy_rows(moves, longest)
@@ -480,7 +413,7 @@ class Decoder(BaseDecoder):
             running[freed_row] = running[source]
         del running[num_left:]
         self._settings = None
-        return ended
+        return removed
 
     def clear(self) -> list[Generation]:
         self.drop_prefix()

@@ -54,6 +54,8 @@ class Generation:
     stops: frozenset[int]
     """Token ids that end it."""
     stop_strings: tuple[str, ...] = ()
+    adapter: str = ""
+    """Name of the adapter that it is sampled with; "": the server's default."""
     decode: Callable[[list[int]], str] = str
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set in the HTTP thread at the end."""

@@ -43,7 +43,13 @@ class GroupMember:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._main, name=f"group {name}", daemon=True).start()
 
-    async def join(self, address: tuple[str, int], *, rank: int, world_size: int) -> None:
+    async def join(
+        self,
+        address: tuple[str, int],
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
         """Join the group; wait for all ranks.
 
         Raises:

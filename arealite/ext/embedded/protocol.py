@@ -42,6 +42,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: list[Int32] | None = None
     sampling_params: SamplingParams | None = None
     rid: str | None = None
+    lora_path: str | None = None
+    """Name of the adapter to sample with; None: the server's default."""
     return_logprob: bool = False
     logprob_start_len: Int32 | None = None
     top_logprobs_num: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
@@ -93,6 +95,21 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateBody, frozen=True, kw_onl
     group_name: str = "weight_update_group"
     load_format: str | None = None
     """"flattened_bucket": one broadcast of all bytes."""
+
+
+class LoadLoRAAdapterReqInput(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /load_lora_adapter. A loaded adapter of this name is replaced."""
+
+    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    lora_path: str
+    weight_version: str = "default"
+    """Version of the tokens that are sampled with this adapter."""
+
+
+class UnloadLoRAAdapterReqInput(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /unload_lora_adapter."""
+
+    lora_name: str
 
 
 class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +200,8 @@ class ServedModel:
     flush the cache changes only the engine's version."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the version has changed."""
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
+    """The version of each adapter that requests may name."""
 
     def relabel(self, version: str) -> None:
         """Report another version from now on."""
@@ -221,6 +240,7 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         limit=limit,
         stops=stops,
         stop_strings=_stop_strings(sampling),
+        adapter=_adapter(body, model),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
         interval=(sampling.stream_interval or 1) if body.stream else 0,
         num_top=num_top,
@@ -307,6 +327,18 @@ def _check_vocabulary(field_name: str, ids: list[int], vocab_size: int) -> None:
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise RequestRefused(f"{field_name} must lie in [0, {vocab_size}), the model's vocabulary.")
+
+
+def _adapter(body: GenerateBody, model: ServedModel) -> str:
+    """Return the name of the adapter that a request names; "" without one.
+
+    Raises:
+        RequestRefused: No such adapter is loaded.
+    """
+    name = body.lora_path or ""
+    if name and name not in model.adapters:
+        raise RequestRefused(f"lora_path: no adapter '{name[:100]}' is loaded.")
+    return name
 
 
 def _stop_strings(sampling: SamplingParams) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -21,9 +22,12 @@ from arealite.ext.embedded.decode_loop import Engine, LoopCommand
 from arealite.ext.embedded.generation import Generation
 from arealite.ext.embedded.group_member import GroupMember
 from arealite.ext.embedded.protocol import Empty, Handler, RequestRefused, ServedModel
+from arealite.ext.embedded.served_adapters import DEFAULT, read_low_rank
 from arealite.ext.embedded.weight_loading import (
     ServedWeights,
     check_layout,
+    is_adapter,
+    stage_adapter,
     stage_tensors,
     stage_weights,
 )
@@ -104,6 +108,8 @@ class App:
                 "/init_weights_update_group": self._init_group,
                 "/destroy_weights_update_group": self._destroy_group,
                 "/update_weight_version": self._relabel,
+                "/load_lora_adapter": self._load_adapter,
+                "/unload_lora_adapter": self._unload_adapter,
                 "/weight_sums": self._weight_sums,
             }
             app.on_cleanup.append(self._leave_groups)
@@ -146,7 +152,7 @@ class App:
         make_answer = partial(
             protocol.answer,
             generation,
-            version=self.engine.version,
+            version=self.engine.version_of(generation),
             logprobs=body.return_logprob,
         )
         if len(generation.output) * (1 + generation.num_top) > LONG_ANSWER:
@@ -169,7 +175,7 @@ class App:
                 generation.grown.clear()
                 is_last = generation.done.is_set() or generation.error is not None
                 event = make_answer(
-                    version=self.engine.version,
+                    version=self.engine.version_of(generation),
                     start=start,
                     is_last=is_last,
                 )
@@ -209,7 +215,9 @@ class App:
     async def _weight_sums(self, body: Empty) -> JsonBody:
         """Return a checksum of each tensor under its name in the folder, for the self-check."""
         model = self.engine.decoder.model
-        named = self.weights.names.to_folder(model.state_dict().items())
+        adapters = self.engine.decoder.adapters
+        weights = adapters.merged(iter(model.state_dict().items()))
+        named = self.weights.names.to_folder(weights)
         checksums = await self._call(lambda: sums(named, model))
         return {**checksums}
 
@@ -222,9 +230,45 @@ class App:
 
     async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> JsonBody:
         path = body.model_path
-        note = await self._update(body, lambda: stage_weights(self.weights, path))
+        note = await self._update(body, lambda: self._stage_folder(path))
         logger.info("weights updated", version=self.engine.version, path=path)
         return _done("Succeeded to update model weights." + note)
+
+    def _stage_folder(self, path: str) -> LoopCommand:
+        """Check a folder of weights, or of an adapter; return a function that loads it.
+
+        Raises:
+            RequestRefused: The folder does not fit; the model is untouched.
+        """
+        if is_adapter(path):
+            return stage_adapter(self.weights, self.engine.decoder.adapters, path)
+        load = stage_weights(self.weights, path)
+        return partial(self._replace_weights, load)
+
+    def _replace_weights(self, load: LoopCommand) -> None:
+        """Load whole weights; they contain the changes of the default adapter."""
+        self.weights.is_base = False
+        self.engine.decoder.adapters.remove(DEFAULT)
+        load()
+
+    async def _load_adapter(self, body: protocol.LoadLoRAAdapterReqInput) -> JsonBody:
+        """Load an adapter that requests may name; other requests are not interrupted."""
+        name = body.lora_name
+        version = body.weight_version
+        low_rank = await asyncio.to_thread(
+            read_low_rank, self.engine.decoder.model, Path(body.lora_path)
+        )
+        await self._call(self.engine.load_adapter, name, low_rank, version)
+        self.model.adapters[name] = version
+        logger.info("adapter loaded", name=name, version=version, path=body.lora_path)
+        return {"success": True, "loaded_adapters": {**self.model.adapters}}
+
+    async def _unload_adapter(self, body: protocol.UnloadLoRAAdapterReqInput) -> JsonBody:
+        name = body.lora_name
+        if self.model.adapters.pop(name, None) is None:
+            raise RequestRefused(f"No adapter '{name[:100]}' is loaded.")
+        await self._call(self.engine.unload_adapter, name)
+        return {"success": True, "loaded_adapters": {**self.model.adapters}}
 
     async def _from_distributed(
         self, body: protocol.UpdateWeightsFromDistributedReqInput
@@ -249,7 +293,7 @@ class App:
             member.parts,
             is_last=body.weight_version is not None,
         )
-        note = await self._update(body, stage)
+        note = await self._update(body, lambda: partial(self._replace_weights, stage()))
         return _done("Succeeded to update parameter online." + note)
 
     async def _update(
@@ -319,6 +363,7 @@ class App:
             "architectures": model.architectures,
             "vocab_size": model.vocab_size,
             "context_length": model.context_length,
+            "adapters": model.adapters,
             "paused_s": self.engine.paused_s,
         }
 

@@ -31,7 +31,12 @@ class ServerSupervisor(supervisor.Supervisor):
 
     milestone = "a name in the registry"
 
-    def __init__(self, config: ServerConfig, command: Sequence[str], starter: RoleStarter) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        command: Sequence[str],
+        starter: RoleStarter,
+    ) -> None:
         super().__init__(lambda line: sys.stderr.write(line + "\n"))
         self.command = command
         self.starter = starter

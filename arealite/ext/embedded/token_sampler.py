@@ -54,7 +54,12 @@ class CutRows(NamedTuple):
     """Whether the row asks for the most probable tokens, and thus for exact log-probabilities."""
 
 
-def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: str) -> Settings:
+def settings_of(
+    generations: Sequence[Generation],
+    *,
+    vocab_size: int,
+    device: str,
+) -> Settings:
     """Gather the settings of a batch of generations."""
     params = [generation.sampling for generation in generations]
     is_greedy = [row_params.temperature < GREEDY_BELOW for row_params in params]

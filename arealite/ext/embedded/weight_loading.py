@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from arealite.api.engine import Named
 from arealite.base.errors import UserError, one_line
-from arealite.base.model_folder import ModelTensors, read_headers, read_model
+from arealite.base.model_folder import ModelTensors, read_headers, read_json, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.embedded.served_adapters import DEFAULT, ServedAdapters, read_low_rank
 from arealite.ext.models.fast_linear import use_fast_linear
 from arealite.ext.models.text_model import check_layers
 from arealite.ext.weights.buckets import Layout
@@ -35,13 +36,22 @@ class ServedWeights:
         Raises:
             UserError: The folder has other tensors than the model.
         """
-        self.names = UpdatableTensors(model, Path(folder))
+        self.model = model
+        self.folder = Path(folder).expanduser()
+        self.names = UpdatableTensors(model, self.folder)
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         headers = self.names.headers.items()
         shapes = {name: header.shape for name, header in headers}
         self._expected = ModelTensors(shapes=shapes, owner="the model")
+        self.is_base = True
+        """Whether the tensors are those of the folder; else an update has replaced them."""
 
-    def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    def target(
+        self,
+        name: str,
+        shape: list[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         """Return the model's tensor that contains a tensor of the folder, whole or as a part.
 
         Raises:
@@ -75,6 +85,42 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
     missing = weights.names.missing({*tensors})
     if missing:
         raise RequestRefused(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
+    return load
+
+
+def is_adapter(path: str) -> bool:
+    """Return whether a folder has an adapter that peft wrote."""
+    return (Path(path) / "adapter_config.json").is_file()
+
+
+def stage_adapter(
+    weights: ServedWeights,
+    adapters: ServedAdapters,
+    path: str,
+) -> LoopCommand:
+    """Check the folder of an adapter for the model that the server was started with.
+
+    Returns:
+        A function that makes it the adapter of requests that name none. The base weights are loaded
+        again if an update has replaced them.
+
+    Raises:
+        RequestRefused: The adapter does not fit, or is of another model folder.
+    """
+    low_rank_by_layer = read_low_rank(weights.model, Path(path))
+    base = read_json(Path(path), "adapter_config.json").get("base_model_name_or_path")
+    if not base or Path(base).resolve() != weights.folder.resolve():
+        raise RequestRefused(
+            f"Failed to load adapter: it is of {base}, but the server serves {weights.folder}."
+        )
+    reload = None if weights.is_base else stage_weights(weights, str(weights.folder))
+
+    def load() -> None:
+        if reload is not None:
+            reload()
+            weights.is_base = True
+        adapters.load(DEFAULT, low_rank_by_layer)
+
     return load
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from arealite.api.engine import Named
 from arealite.api.engine_extension import EngineExtension, EngineSetup, Full
 from arealite.ext.models import lora
 
@@ -27,6 +28,8 @@ class Adapters(EngineExtension):
         self._config = lora.inject(self._module, options, setup.head, self._folder)
         if dist.get_rank() == 0:
             lora.report(self._module, [] if self._folder else options.targets)
+        if setup.is_trained:
+            self.adapter_config = lora.config_fields(self._config, self._source)
         self.own_parameters = lora.adapter_names(self._module)
         self.file_names = lora.file_names(self._module)
         self._values = dict[str, torch.Tensor]()
@@ -66,6 +69,10 @@ class Adapters(EngineExtension):
     ) -> torch.Tensor | None:
         """Return the weight of a layer with its adapter, float32."""
         return lora.merged(self._module, name, weight, full)
+
+    def stream_adapter(self, full: Full) -> Iterator[Named]:
+        """Yield the adapters' matrices."""
+        return lora.matrices(self._module, full)
 
     def export(self, folder: Path | None, full: Full) -> None:
         """Write `adapter/` for peft."""

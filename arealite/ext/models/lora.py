@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from arealite.api.engine import Head
+from arealite.api.engine import Head, Named
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.engine_extension import Full
 from arealite.base.errors import UserError, one_line
@@ -303,6 +303,22 @@ def merged(
     return weight.addmm(up, down, alpha=scaling)
 
 
+def matrices(module: nn.Module, full: Full) -> Iterator[Named]:
+    """Yield (name in peft's file, full tensor) of each trained parameter."""
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            yield _peft_name(name), full(param.detach())
+
+
+def config_fields(config: Any, base: Path) -> dict[str, object]:
+    """Return the content of adapter_config.json of an adapter of `base`, as peft writes it."""
+    fields: dict[str, Any] = config.to_dict() | {"base_model_name_or_path": str(base)}
+    for name, value in fields.items():
+        if isinstance(value, set):
+            fields[name] = sorted(value)
+    return fields
+
+
 def write(
     module: nn.Module,
     full: Full,
@@ -312,10 +328,7 @@ def write(
     base: Path,
 ) -> None:
     """Write the trained parameters as an adapter of `base` for peft; folder None: only gather."""
-    tensors = dict[str, torch.Tensor]()
-    for name, param in module.named_parameters():
-        if param.requires_grad:
-            tensors[_peft_name(name)] = full(param.detach()).cpu()
+    tensors = {name: tensor.cpu() for name, tensor in matrices(module, full)}
     if folder:
         folder.mkdir()
         file = folder / "adapter_model.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from arealite.api.engine import LossFn
+from arealite.api.engine import LossFn, Named
 from arealite.api.engine import Sequence as Row
 from arealite.api.engine_extension import (
     EngineExtension,
@@ -31,6 +31,7 @@ class Extensions(EngineExtension):
             file_names |= part.file_names
             self.num_sharing *= part.num_sharing
             self.is_counted &= part.is_counted
+            self.adapter_config = self.adapter_config or part.adapter_config
         self.own_parameters = frozenset(own_parameters)
         self.file_names = file_names
 
@@ -123,6 +124,11 @@ class Extensions(EngineExtension):
             if merged_weight is not None:
                 return merged_weight
         return None
+
+    def stream_adapter(self, full: Full) -> Iterator[Named]:
+        """Yield the matrices of all extensions."""
+        for part in self._parts:
+            yield from part.stream_adapter(full)
 
     def export(self, folder: Path | None, full: Full) -> None:
         """Write the files of all extensions."""

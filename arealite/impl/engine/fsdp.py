@@ -88,6 +88,7 @@ class FSDPEngine(TrainEngine):
             adapter=Path(adapter).expanduser() if adapter else None,
         )
         self._extensions = Extensions.of(setup)
+        self.adapter_config = self._extensions.adapter_config
         own_parameters = self._extensions.own_parameters
         self._float32_names = own_parameters | {SCORE}
         is_uniform = loading.set_dtypes(self.module, self.dtype, own_parameters)
@@ -309,6 +310,15 @@ class FSDPEngine(TrainEngine):
                 yield name, full
             else:
                 yield name, full.to("cpu", copy=True)
+
+    def stream_adapter(self) -> Iterator[Named]:
+        """Yield the adapter's matrices; see TrainEngine."""
+        matrices = self._extensions.stream_adapter(self.full)
+        if dist.get_rank() != 0:
+            deque(matrices, maxlen=0)
+            return
+        for name, full in matrices:
+            yield name, full.to("cpu", copy=True)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""

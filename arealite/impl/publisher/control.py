@@ -96,6 +96,8 @@ class ServerControl(ABC):
     """Tensors of the model folder that the model does not use."""
     folder: str = ""
     """The folder of its model; "" if the name entry has none."""
+    serves_adapters: bool = False
+    """Whether `load_folder` also takes an adapter of `folder`."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Sent with every request: the bearer token."""
     confirmed_version: int | None = None

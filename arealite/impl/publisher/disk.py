@@ -1,26 +1,32 @@
 """Publishes weights through files: `stage` writes them once, `push` lets all servers load them."""
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from arealite.api.engine import Named
+from arealite.api.engine import Named, TrainEngine
+from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport
 from arealite.base.errors import RoleError, UserError
 from arealite.base.files import make_locked
 from arealite.base.folder_checks import check_address
+from arealite.base.model_folder import read_shapes
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
 from arealite.system.names.name_registry import Entry
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class DiskPublisher(ServersPublisher):
@@ -31,6 +37,10 @@ class DiskPublisher(ServersPublisher):
     """
 
     _lock: int | None = None
+
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
+        self._adapter_config = getattr(engine, "adapter_config", None)
+        super().__init__(config, engine)
 
     @cached_property
     def folder(self) -> Path:
@@ -46,13 +56,22 @@ class DiskPublisher(ServersPublisher):
         Raises:
             RoleError: The disk is full or not writable. Incomplete files are removed.
         """
+
+        def write(folder: Path) -> None:
+            write_weights(folder, self.checked(weights), self.config.bucket_mb << 20)
+            copy_small_files(self.model_path, folder)
+
+        self._stage(version, write)
+        return False
+
+    def _stage(self, version: int, write: Callable[[Path], None]) -> None:
+        """Let `write` fill a folder, which becomes that of the version when it is complete."""
         begin = time.perf_counter()
         final = self._folder_of(version)
         temporary = self.folder / f".v{version}.tmp"
         try:
             temporary.mkdir()
-            write_weights(temporary, self.checked(weights), self.config.bucket_mb << 20)
-            copy_small_files(self.model_path, temporary)
+            write(temporary)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
         except (OSError, SafetensorError) as error:
@@ -65,7 +84,45 @@ class DiskPublisher(ServersPublisher):
             shutil.rmtree(temporary, ignore_errors=True)
         self.newest = version
         self.stage_s = time.perf_counter() - begin
+
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether servers are registered, and all of them serve adapters of the run's model."""
+        if self._adapter_config is None:
+            return False
+        servers = self.call(self._find_servers())
+        return bool(servers) and all(map(self._serves_adapter, servers))
+
+    def stage_adapter(self, version: int, matrices: Iterator[Named]) -> bool:
+        """Write the adapter as peft does; see `stage`."""
+        tensors = dict(matrices)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if not self.shapes:
+            shapes = read_shapes(self.model_path)
+            self.shapes = {name: shapes[name] for name in shapes.keys() - self.unused}
+
+        def write(folder: Path) -> None:
+            save_file(tensors, folder / "adapter_model.safetensors")
+            config = json.dumps(self._adapter_config)
+            (folder / ADAPTER_CONFIG).write_text(config)
+
+        self._stage(version, write)
         return False
+
+    @property
+    def needs_republish(self) -> bool:
+        """Whether a server cannot load the newest version, because it is an adapter alone."""
+        if super().needs_republish:
+            return True
+        servers = [*self._servers.values()]
+        return self._is_adapter(self.newest) and not all(map(self._serves_adapter, servers))
+
+    def _serves_adapter(self, server: ServerControl) -> bool:
+        return server.serves_adapters and Path(server.folder).resolve() == self.model_path.resolve()
+
+    def _is_adapter(self, version: int | None) -> bool:
+        """Return whether a staged version is an adapter alone."""
+        return version is not None and (self._folder_of(version) / ADAPTER_CONFIG).exists()
 
     def push(self, version: int) -> PublishReport:
         """Update the servers, then remove every staged version except `version`."""
@@ -85,6 +142,8 @@ class DiskPublisher(ServersPublisher):
 
     async def update_server(self, server: ServerControl, version: int) -> None:
         folder = self._folder_of(version)  # `stage` may write the next version meanwhile
+        if self._is_adapter(version) and not self._serves_adapter(server):
+            raise RoleError(f"{server.id} needs whole weights, which the trainer sends next")
 
         async def load(server: ServerControl) -> None:
             await server.load_folder(folder, version)

@@ -361,6 +361,7 @@ class ServersPublisher(WeightPublisher):
             pool=self._pool,
             unused=self.unused,
             folder=str(entry.value.get("model_path") or ""),
+            serves_adapters="adapters" in entry.value,
             headers=self.registry.headers(str(entry.value.get("type") or "")),
         )
 

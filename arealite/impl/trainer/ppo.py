@@ -329,19 +329,28 @@ class PPOTrainer(BaseTrainer):
     # ------------------------------------------------------------ weights
 
     def stage(self, version: int) -> None:
-        """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
+        """Stream the weights to the publisher, on all ranks; repeat while it needs them.
+
+        Where adapters are trained, and all servers can load them alone, no other weights are sent.
+        """
         if self.components.proof is not None:
             self.components.proof.expect(version)
         publisher = self.publisher
         on_device = publisher is not None and publisher.takes_device_tensors
         is_needed = True
         while is_needed:
-            weights = self.engine.stream_weights(on_device=on_device)
-            if publisher is not None:
-                is_needed_here = publisher.stage(version, weights)
+            is_adapter = self.world.any(publisher is not None and publisher.takes_adapter)
+            if is_adapter:
+                weights = self.engine.stream_adapter()
             else:
+                weights = self.engine.stream_weights(on_device=on_device)
+            if publisher is None:
                 deque(weights, maxlen=0)  # other ranks only take part in gathering
                 is_needed_here = False
+            elif is_adapter:
+                is_needed_here = publisher.stage_adapter(version, weights)
+            else:
+                is_needed_here = publisher.stage(version, weights)
             is_needed = self.world.any(is_needed_here)
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:

@@ -381,6 +381,7 @@ async def test_registry_entry_has_the_fields_clients_need(
             "vocab_size": 64,
             "context_length": 100,
             "dtype": "float32",
+            "adapters": {},
             "paused_s": None,
             "version": "default",
             "load": {"running": 0, "waiting": 0, "capacity": 64},
