@@ -84,7 +84,7 @@ def make_requests(adapter: str, count: int, vocabulary: int, seed: int) -> list[
         Generation(
             rid=f"{adapter}-{number}",
             prompt=[rng.randrange(vocabulary) for _ in range(PROMPT)],
-            sampling=SamplingParams(),
+            sampling=SamplingParams(sampling_seed=number),
             limit=TOKENS,
             stops=frozenset(),
             adapter=adapter,
@@ -133,30 +133,31 @@ def tenants_speedup(decoder: Decoder, vocabulary: int) -> float:
     return statistics.median(ratios)
 
 
-def largest_difference(decoder: Decoder, vocabulary: int, requests: int) -> float:
-    """Return the largest difference between a log-probability beside other adapters and alone."""
+def compare_with_alone(decoder: Decoder, vocabulary: int, requests: int) -> tuple[int, float]:
+    """Compare seeded requests in a batch of all adapters with the same ones of an adapter alone.
+
+    Returns:
+        (requests with other tokens, largest difference of a log-probability in all others).
+    """
     per_tenant = requests // TENANTS
-    asked = list[Generation]()
+    beside, alone = list[Generation](), list[Generation]()
     for number in range(TENANTS):
-        asked += make_requests(str(number), per_tenant, vocabulary, number)
-    random.Random(0).shuffle(asked)
-    decode(decoder, asked)
+        beside += make_requests(str(number), per_tenant, vocabulary, number)
+        tenant = make_requests(str(number), per_tenant, vocabulary, number)
+        decode(decoder, tenant)
+        alone += tenant
+    mixed = [*beside]
+    random.Random(0).shuffle(mixed)
+    decode(decoder, mixed)
+    num_different = 0
     largest = 0.0
-    for generation in asked:
-        tokens = generation.prompt + generation.output
-        scored = Generation(
-            rid="alone",
-            prompt=tokens,
-            sampling=SamplingParams(),
-            limit=1,
-            stops=frozenset(),
-            adapter=generation.adapter,
-            scored_from=len(generation.prompt) - 1,
-        )
-        decode(decoder, [scored])
-        pairs = zip(generation.logprobs, scored.prompt_logprobs, strict=True)
-        largest = max(largest, *(abs(beside - alone) for beside, alone in pairs))
-    return largest
+    for one, other in zip(beside, alone, strict=True):
+        if one.output != other.output:
+            num_different += 1
+            continue
+        pairs = zip(one.logprobs, other.logprobs, strict=True)
+        largest = max(largest, *(abs(left - right) for left, right in pairs))
+    return num_different, largest
 
 
 def main() -> None:
@@ -178,15 +179,20 @@ def main() -> None:
         speedup = tenants_speedup(decoder, decoder.model.config.vocab_size)
         tiny = tiny_model(folder / "tiny", init_std=0.1)
         tiny_decoder = make_decoder(tiny, folder / "tiny-adapters")
+        other_tokens, difference = compare_with_alone(tiny_decoder, 64, options.requests)
+        other_tokens_135m, difference_135m = compare_with_alone(
+            decoder, decoder.model.config.vocab_size, TENANTS * REQUESTS
+        )
         values = {
             "publish_whole_s": seconds["whole"],
             "publish_adapter_s": seconds["adapter"],
             "publish_speedup": seconds["whole"] / seconds["adapter"],
             "tenants_speedup": speedup,
-            "tenant_diff_max": largest_difference(tiny_decoder, 64, options.requests),
-            "tenant_diff_max_135m": largest_difference(
-                decoder, decoder.model.config.vocab_size, TENANTS * REQUESTS
-            ),
+            "tenant_requests": options.requests,
+            "tenant_other_tokens": other_tokens,
+            "tenant_diff_max": difference,
+            "tenant_other_tokens_135m": other_tokens_135m,
+            "tenant_diff_max_135m": difference_135m,
         }
     figures.show(values, digits=7)
     figures.save("adapters.json", values)

@@ -11,6 +11,7 @@ Shape letters: B = rows, V = vocabulary, K = blocks of it, W = tokens of a block
 F = rows that cut the distribution, M = most probable tokens.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,6 +40,8 @@ class Settings:
     greedy_B: Tensor | None
     all_greedy: bool
     cut: "CutRows | None"
+    seeded: list[tuple[int, Generation]]
+    """Row and request of those with a `sampling_seed`."""
     num_top: int
     """Largest number of most probable tokens that a row asks for."""
 
@@ -95,6 +98,11 @@ def settings_of(
         greedy_B=torch.tensor(is_greedy, device=device) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
         cut=cut,
+        seeded=[
+            (row, generation)
+            for row, generation in enumerate(generations)
+            if generation.sampling.sampling_seed is not None
+        ],
         num_top=max(generation.num_top for generation in generations),
     )
 
@@ -144,7 +152,8 @@ def draw(
     if best_B is not None and settings.all_greedy:
         tokens_B = best_B
     else:
-        tokens_B = _draw_token(blocks_BKW, sums_BK, generator)
+        random_2B1 = _random_numbers(sums_BK, settings.seeded, generator)
+        tokens_B = _draw_token(blocks_BKW, sums_BK, random_2B1)
         tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
         if best_B is not None and settings.greedy_B is not None:
             tokens_B = torch.where(settings.greedy_B, best_B, tokens_B)
@@ -165,26 +174,45 @@ def _blocks(weights_BV: Tensor) -> Tensor:
     return weights_BV.unflatten(-1, (-1, BLOCK))
 
 
-def _draw_token(blocks_BKW: Tensor, sums_BK: Tensor, generator: Generator) -> Tensor:
+def _random_numbers(
+    sums_BK: Tensor,
+    seeded: Sequence[tuple[int, Generation]],
+    generator: Generator,
+) -> Tensor:
+    """Return two random numbers in [0, 1) for each row [2, B, 1], float64.
+
+    With a seed they depend only on seed and position, as with SGLang's `sampling_seed`.
+    """
+    num_rows = len(sums_BK)
+    random_2B1 = sums_BK.new_empty((2, num_rows, 1), dtype=torch.float64)
+    random_2B1.uniform_(generator=generator)
+    for row, generation in seeded:
+        position = generation.length_so_far()
+        source = random.Random(f"{generation.sampling.sampling_seed}:{position}")
+        random_2B1[0, row] = source.random()
+        random_2B1[1, row] = source.random()
+    return random_2B1
+
+
+def _draw_token(blocks_BKW: Tensor, sums_BK: Tensor, random_2B1: Tensor) -> Tensor:
     """Draw a token [B] for each row: first a block of the vocabulary, then a token of the block.
 
     One random number for each token, as in torch.multinomial, would take a sixth of a decode step
     on a CPU with 49,152 tokens. If a weight is NaN, the token may be beyond the vocabulary.
     """
-    block_B = _draw_index(sums_BK, generator)
+    block_B = _draw_index(sums_BK, random_2B1[0])
     rows_B = torch.arange(len(block_B), device=block_B.device)
     weights_BW = blocks_BKW[rows_B, block_B]
-    return block_B * BLOCK + _draw_index(weights_BW, generator)
+    return block_B * BLOCK + _draw_index(weights_BW, random_2B1[1])
 
 
-def _draw_index(weights_BN: Tensor, generator: Generator) -> Tensor:
+def _draw_index(weights_BN: Tensor, random_B1: Tensor) -> Tensor:
     """Draw an index [B] for each row with probabilities proportional to its weights.
 
     It needs no host synchronisation, and never takes an index of weight 0.
     """
     sums_BN = weights_BN.double().cumsum(-1)
     total_B1 = sums_BN[:, -1:]
-    random_B1 = torch.empty_like(total_B1).uniform_(generator=generator)  # in [0, 1)
     point_B1 = total_B1 * (1.0 - random_B1)  # in (0, total]
     index_B = torch.searchsorted(sums_BN, point_B1)[:, 0]
     return index_B.clamp(max=weights_BN.shape[-1] - 1)

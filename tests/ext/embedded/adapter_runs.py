@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.publisher import PublishReport
@@ -24,8 +26,10 @@ def adapter_folder(model: Path, folder: Path, seed: int, rank: int = 4) -> Path:
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    engine.export(folder)
-    return folder / "adapter"
+    folder.mkdir(parents=True)
+    save_file(dict(engine.stream_adapter()), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(engine.adapter_config))
+    return folder
 
 
 class AdapterRun(Run):

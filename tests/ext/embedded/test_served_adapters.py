@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,11 @@ def adapters(group: object, model: Path, tmp_path_factory: pytest.TempPathFactor
     return [adapter_folder(model, parent / str(seed), seed, rank=2 + seed) for seed in range(3)]
 
 
-def request(prompt: Sequence[int], adapter: str, limit: int = 12) -> Generation:
+def request(prompt: Sequence[int], adapter: str, limit: int = 12, **sampling: Any) -> Generation:
     return Generation(
         rid=adapter,
         prompt=[*prompt],
-        sampling=SamplingParams(),
+        sampling=SamplingParams(**sampling),
         limit=limit,
         stops=frozenset(),
         adapter=adapter,
@@ -100,6 +101,36 @@ def test_each_row_of_a_mixed_batch_has_the_policy_of_its_adapter(
         expected = of_peft(model, folders[done.adapter], done.prompt + done.output)
         ours = np.array(done.prompt_logprobs + done.logprobs)
         assert np.abs(ours - expected).max() < 2e-5, done.adapter
+
+
+def test_seeded_request_gets_the_same_tokens_beside_others_and_alone(
+    model: Path, adapters: list[Path]
+) -> None:
+    served, _ = load_model(str(model), dtype="float32", device="cpu")
+    decoder = Decoder(served, max_rows=16, seed=0)
+    names = ["", "0", "1", "2"]
+    for name, folder in zip(names[1:], adapters, strict=True):
+        decoder.adapters.load(name, read_low_rank(served, folder))
+
+    def seeded() -> list[Generation]:
+        prompts = [([*range(1, 4 + number)], names[number % 4]) for number in range(12)]
+        return [
+            request(prompt, adapter, sampling_seed=number)
+            for number, (prompt, adapter) in enumerate(prompts)
+        ]
+
+    together = seeded()
+    run(decoder, together)
+    for beside, alone in zip(together, seeded(), strict=True):
+        run(decoder, [request([5, 6], "1"), alone])  # the first has no seed
+        assert alone.output == beside.output
+        assert np.abs(np.array(alone.logprobs) - beside.logprobs).max() < 2e-5
+    assert len({tuple(each.output) for each in together}) == 12, "each seed has its own tokens"
+    continued = replace(together[5], prompt=together[5].prompt + together[5].output[:4])
+    continued.output, continued.logprobs, continued.finish = [], [], None
+    continued.limit -= 4
+    run(decoder, [continued])
+    assert continued.output == together[5].output[4:], "the position counts, not the request"
 
 
 def test_prefix_of_another_adapter_is_not_reused(model: Path, adapters: list[Path]) -> None:
