@@ -17,7 +17,7 @@ MAX_STOPS = 1024
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Bounded, because decoding a number takes quadratic time in its length."""
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TopTokens = tuple[np.ndarray, np.ndarray]
 """Ids (int64) and log-probabilities (float32) of the most probable tokens, by falling probability;
 -inf: the token cannot be sampled."""
@@ -27,15 +27,15 @@ StopsLimit = msgspec.Meta(max_length=MAX_STOPS)
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The sampling parameters of SGLang that this server supports."""
 
-    max_new_tokens: Count | None = 128
-    min_new_tokens: Count = 0
+    max_new_tokens: NonNegative | None = 128
+    min_new_tokens: NonNegative = 0
     temperature: float = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     stop: str | Annotated[list[str], StopsLimit] | None = None
     stop_token_ids: Annotated[list[Int32], StopsLimit] | None = None
-    sampling_seed: Count | None = None
+    sampling_seed: NonNegative | None = None
     """Makes the tokens of this request independent of those of other requests."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True

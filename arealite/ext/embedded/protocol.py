@@ -24,7 +24,7 @@ from arealite.ext.embedded.generation import (
     Generation,
     Int32,
     SamplingParams,
-    Count,
+    NonNegative,
     TopTokens,
 )
 
@@ -52,7 +52,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     video_data: Any = None
     audio_data: Any = None
     return_routed_experts: bool = False
-    routed_experts_start_len: Count = 0
+    routed_experts_start_len: NonNegative = 0
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
