@@ -8,6 +8,7 @@ from arealite.api import algorithm, offline
 from arealite.api.collector_config import CollectorConfig, EvalConfig
 from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
 from arealite.api.fields import Constraints, named, opt, sub, with_options_of
+from arealite.api.llm import MAX_TOP
 from arealite.api.publisher import PublisherConfig
 from arealite.base.registry import Registry
 
@@ -73,9 +74,21 @@ class PPOConfig:
         yield from self._size_constraints()
         yield from self._group_constraints()
         yield from self._advantage_constraints()
-        has_top_logprobs = self.collector.sampling.top_logprobs > 0
+        sampling = self.collector.sampling
+        num_top = sampling.top_logprobs
+        smallest_top = sampling.smallest_known_top
+        enough = min(max(20, smallest_top), MAX_TOP)
         yield (
-            has_top_logprobs or not self.loss.centering,
+            num_top >= smallest_top,
+            (
+                f"collector.sampling.top_logprobs={num_top} never records all tokens that "
+                "top_p, top_k, min_p and min_new_tokens keep, and a token without this record "
+                f"is not trained. Use trainer.ppo.collector.sampling.top_logprobs={enough} "
+                f"and a top_k of at most {enough}, or leave these options out."
+            ),
+        )
+        yield (
+            num_top > 0 or not self.loss.centering,
             (
                 "loss.centering needs the sampler's most probable tokens. "
                 "Use trainer.ppo.collector.sampling.top_logprobs=20, or loss.centering=false."
