@@ -178,6 +178,7 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
+    quantization: str | None = None
     version: str = "default"
     """The version of the last complete update, which /model_info reports. An update that could not
     flush the cache changes only the engine's version."""

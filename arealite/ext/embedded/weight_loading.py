@@ -16,6 +16,7 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import ModelTensors, read_headers, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.embedded.quantization import matrix_names, round_rows
 from arealite.ext.models.fast_linear import use_fast_linear
 from arealite.ext.models.text_model import check_layers
 from arealite.ext.weights.buckets import Layout
@@ -29,8 +30,15 @@ FLOATS = {*DTYPES.values(), torch.float64}
 class ServedWeights:
     """The tensors of a server's model under the names of its folder."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path | str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, folder: Path | str, *, quantizes: bool = False
+    ) -> None:
         """Read the headers of the folder that `model` was loaded from.
+
+        Args:
+            model: The model.
+            folder: Its folder.
+            quantizes: Whether weights of layers are rounded to int8, now and after each update.
 
         Raises:
             UserError: The folder has other tensors than the model.
@@ -40,6 +48,16 @@ class ServedWeights:
         headers = self.names.headers.items()
         shapes = {name: header.shape for name, header in headers}
         self._expected = ModelTensors(shapes=shapes, owner="the model")
+        self._rounded = matrix_names(model) if quantizes else frozenset[str]()
+        for name in self._rounded:
+            round_rows(self.tensors[name])
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into the model."""
+        target = self.tensors[name]
+        target.copy_(tensor)
+        if name in self._rounded:
+            round_rows(target)
 
     def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Return the model's tensor that contains a tensor of the folder, whole or as a part.
@@ -110,7 +128,7 @@ def stage_tensors(
     def load() -> None:
         with torch.no_grad():
             for name, tensor in weights.names.to_model(named, parts):
-                weights.tensors[name].copy_(tensor)
+                weights.write(name, tensor)
 
     return load
 
