@@ -233,7 +233,7 @@ class PPOTrainer(BaseTrainer):
         for check in self.components.after_first_publish:
             check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
-            self.link.report(messages.Published(version=version))
+            self.report_published(self.link, version)
 
     def log(self, step: int) -> None:
         """Write the step's metrics; `time/step_s` is the time since the previous call."""
@@ -330,13 +330,16 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
-        if self.components.proof is not None:
-            self.components.proof.expect(version)
+        proof = self.components.proof
+        if proof is not None:
+            proof.expect(version)
         publisher = self.publisher
         on_device = publisher is not None and publisher.takes_device_tensors
         is_needed = True
         while is_needed:
             weights = self.engine.stream_weights(on_device=on_device)
+            if proof is not None:
+                weights = proof.fingerprinted(weights)
             if publisher is not None:
                 is_needed_here = publisher.stage(version, weights)
             else:
@@ -348,8 +351,14 @@ class PPOTrainer(BaseTrainer):
         """Send the staged weights to the servers; report it over this thread's `link`."""
         assert self.publisher is not None, "only rank 0 publishes"
         report = self.publisher.push(version)
-        link.report(messages.Published(version=version))
+        self.report_published(link, version)
         return report
+
+    def report_published(self, link: TrainerLink, version: int) -> None:
+        """Report that all servers have a version, with the record of its weights."""
+        proof = self.components.proof
+        record = proof.record(version) if proof is not None else ""
+        link.report(messages.Published(version=version, proof=record))
 
     def join_publish(self) -> None:
         """Wait for a publish that runs in another thread; no-op in synchronous training."""
