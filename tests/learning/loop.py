@@ -25,6 +25,7 @@ from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, Traine
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.config_tree import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
+from arealite.ext.distillation.teacher_scores import FIELD
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.embedded.weight_loading import load_model
@@ -55,6 +56,8 @@ class Sampler(WeightPublisher):
         self.model, self.tokenizer = load_model(str(model), dtype="float32", device="cpu")
         self.seed, self.version = seed, 0
         self.num_top = min(num_top, self.model.config.vocab_size)
+        self.teacher: Any = None
+        """Scores the answers; None: nothing does."""
         self.versions = deque[tuple[int, dict[str, torch.Tensor]]](maxlen=1 + staleness)
         """The newest versions; the oldest one of them answers."""
 
@@ -94,7 +97,19 @@ class Sampler(WeightPublisher):
             while waiting or decoder.running:
                 decoder.prefill(waiting) if waiting else decoder.decode()
                 decoder.remove_ended()
+            if self.teacher is not None:
+                self.score(asked)
         return asked
+
+    def score(self, answered: Sequence[Generation]) -> None:
+        """Set `prompt_logprobs` to the teacher's logprobs of the tokens of each answer."""
+        rows = [torch.tensor([*answer.prompt, *answer.output]) for answer in answered]
+        ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        logprobs_BTV = self.teacher(input_ids=ids_BT).logits[:, :-1].log_softmax(-1)
+        logprobs_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0]
+        for answer, logprobs_T in zip(answered, logprobs_BT.tolist(), strict=True):
+            begin = len(answer.prompt) - 1
+            answer.prompt_logprobs = logprobs_T[begin : begin + len(answer.output)]
 
     def text(self, generation: Generation) -> str:
         return self.tokenizer.decode(generation.output, skip_special_tokens=True)
@@ -184,13 +199,14 @@ def episode(
         seconds=0.0,
         waits={},
     )
-    payload = encode_segments([made])
-    if not sampler.num_top:
-        return header, payload
-    ids = np.array([ids_K for ids_K, _ in answer.top_tokens], "<i4")
-    logprobs = np.array([logprobs_K for _, logprobs_K in answer.top_tokens], "<f4")
-    extras = {"top_ids": ids.tobytes(), "top_logprobs": logprobs.tobytes()}
-    return header, change_turn(payload, extras=extras)
+    extras = dict[str, bytes]()
+    if answer.prompt_logprobs:
+        extras[FIELD] = np.array(answer.prompt_logprobs, "<f4").tobytes()
+    if sampler.num_top:
+        ids = np.array([ids_K for ids_K, _ in answer.top_tokens], "<i4")
+        logprobs = np.array([logprobs_K for _, logprobs_K in answer.top_tokens], "<f4")
+        extras |= {"top_ids": ids.tobytes(), "top_logprobs": logprobs.tobytes()}
+    return header, change_turn(encode_segments([made]), extras=extras)
 
 
 def accuracy(kit: Path, sampler: Sampler) -> float:
@@ -215,9 +231,15 @@ class Learned(NamedTuple):
 
 
 def learn(
-    kit: Path, run_root: Path, preset: str, *overrides: str, staleness: int = 0, seed: int = 1
+    kit: Path,
+    run_root: Path,
+    preset: str,
+    *overrides: str,
+    staleness: int = 0,
+    seed: int = 1,
+    teacher: Path | None = None,
 ) -> Learned:
-    """Train the kit's model by a preset of config/algo."""
+    """Train the kit's model by a preset of config/algo, and by the scores of a teacher."""
     words = [*SETTINGS, f"model.path={kit / 'model'}", f"cluster.run_root={run_root}"]
     words += [f"seed={seed}", f"trainer.ppo.max_staleness={staleness}", *overrides]
     config = load(ExperimentConfig, CONFIG_DIR / "algo" / f"{preset}.yaml", words)
@@ -225,6 +247,8 @@ def learn(
     world = World.init(threads=1, seed=seed)
     num_top = config.trainer.ppo.collector.sampling.top_logprobs
     sampler = Sampler(kit / "model", seed=seed, staleness=staleness, num_top=num_top)
+    if teacher is not None:
+        sampler.teacher = load_model(str(teacher), dtype="float32", device="cpu")[0]
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
     connect: Any = lambda: task  # noqa: E731
     parts = Components(world=world, connect=connect, publisher=sampler, **load_ppo_engines(config))
