@@ -6,7 +6,7 @@ Requests and responses have token ids. Only agents convert between text and toke
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -142,6 +142,8 @@ class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
     -inf where the id is -1."""
     prompt_logprobs: list[float] = []
     """Of each token of the prompt but the first one, at temperature 1; [] if not requested."""
+    prompt_top_tokens: list[Any] = []
+    """`ServerAnswer.prompt_top_tokens`, if `sampling.top_logprobs` asks for them, too."""
 
 
 class LLMClient(ABC):

@@ -8,7 +8,6 @@ from arealite.api import algorithm, offline
 from arealite.api.collector_config import CollectorConfig, EvalConfig
 from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
 from arealite.api.fields import Constraints, named, opt, sub, with_options_of
-from arealite.api.llm import MAX_TOP
 from arealite.api.publisher import PublisherConfig
 from arealite.base.registry import Registry
 
@@ -76,15 +75,13 @@ class PPOConfig:
         yield from self._advantage_constraints()
         sampling = self.collector.sampling
         num_top = sampling.top_logprobs
-        smallest_top = sampling.smallest_known_top
-        enough = min(max(20, smallest_top), MAX_TOP)
         yield (
-            num_top >= smallest_top,
+            num_top >= sampling.smallest_known_top,
             (
                 f"collector.sampling.top_logprobs={num_top} never records all tokens that "
                 "top_p, top_k, min_p and min_new_tokens keep, and a token without this record "
-                f"is not trained. Use trainer.ppo.collector.sampling.top_logprobs={enough} "
-                f"and a top_k of at most {enough}, or leave these options out."
+                "is not trained. Use trainer.ppo.collector.sampling.top_logprobs=20 "
+                "and a top_k of at most 20, or leave these options out."
             ),
         )
         yield (

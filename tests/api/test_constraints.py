@@ -51,7 +51,7 @@ ONE = "collector.group_size=1 batch_size=4"
         ),
         (
             "collector.sampling.top_k=1000 collector.sampling.top_logprobs=256",
-            "top_logprobs=256 and a top_k of at most 256",
+            "top_logprobs=20 and a top_k of at most 20",
         ),
         ("loss.objective=dppo_tv", "trainer.ppo.loss.decoupled=false"),
         (

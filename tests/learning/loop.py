@@ -58,6 +58,7 @@ class Sampler(WeightPublisher):
         self.num_top = min(num_top, self.model.config.vocab_size)
         self.teacher: Any = None
         """Scores the answers; None: nothing does."""
+        self.num_teacher_top = 0
         self.versions = deque[tuple[int, dict[str, torch.Tensor]]](maxlen=1 + staleness)
         """The newest versions; the oldest one of them answers."""
 
@@ -110,6 +111,13 @@ class Sampler(WeightPublisher):
         for answer, logprobs_T in zip(answered, logprobs_BT.tolist(), strict=True):
             begin = len(answer.prompt) - 1
             answer.prompt_logprobs = logprobs_T[begin : begin + len(answer.output)]
+        if self.num_teacher_top:
+            top_logprobs_BTK, top_ids_BTK = logprobs_BTV.topk(self.num_teacher_top)
+            for row, answer in enumerate(answered):
+                begin = len(answer.prompt) - 1
+                span = slice(begin, begin + len(answer.output))
+                top_rows = zip(top_ids_BTK[row, span], top_logprobs_BTK[row, span], strict=True)
+                answer.prompt_top_tokens = [(ids.numpy(), top.numpy()) for ids, top in top_rows]
 
     def text(self, generation: Generation) -> str:
         return self.tokenizer.decode(generation.output, skip_special_tokens=True)
@@ -202,10 +210,12 @@ def episode(
     extras = dict[str, bytes]()
     if answer.prompt_logprobs:
         extras[FIELD] = np.array(answer.prompt_logprobs, "<f4").tobytes()
-    if sampler.num_top:
-        ids = np.array([ids_K for ids_K, _ in answer.top_tokens], "<i4")
-        logprobs = np.array([logprobs_K for _, logprobs_K in answer.top_tokens], "<f4")
-        extras |= {"top_ids": ids.tobytes(), "top_logprobs": logprobs.tobytes()}
+    for prefix, rows in (("", answer.top_tokens), ("teacher_", answer.prompt_top_tokens)):
+        if rows:
+            ids = np.array([ids_K for ids_K, _ in rows], "<i4")
+            logprobs = np.array([logprobs_K for _, logprobs_K in rows], "<f4")
+            extras[f"{prefix}top_ids"] = ids.tobytes()
+            extras[f"{prefix}top_logprobs"] = logprobs.tobytes()
     return header, change_turn(encode_segments([made]), extras=extras)
 
 
@@ -249,6 +259,7 @@ def learn(
     sampler = Sampler(kit / "model", seed=seed, staleness=staleness, num_top=num_top)
     if teacher is not None:
         sampler.teacher = load_model(str(teacher), dtype="float32", device="cpu")[0]
+        sampler.num_teacher_top = config.trainer.ppo.distillation.top_k
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
     connect: Any = lambda: task  # noqa: E731
     parts = Components(world=world, connect=connect, publisher=sampler, **load_ppo_engines(config))

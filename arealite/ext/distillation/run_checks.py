@@ -8,7 +8,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_json, read_model, vocab_size
-from arealite.ext.distillation.teacher_trial import options_of, teacher_trial
+from arealite.ext.distillation.teacher_trial import options_of, teacher_trials
 from arealite.ext.external.external_servers import examine
 
 SECTION = "trainer.ppo.distillation"
@@ -29,13 +29,18 @@ def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterable[tuple[str, 
             f"a teacher scores tokens at temperature 1, and they are sampled at {temperature:g}. "
             "Use trainer.ppo.collector.sampling.temperature=1."
         )
-    trial = teacher_trial(config)
-    check_vocabulary(config.model.path, trial.model.path)
-    try:
-        examine(trial, read_json(trial.model.path))
-    except UserError as error:
-        problem = str(error).replace("llm_server.addresses", f"{SECTION}.addresses")
-        raise UserError(problem) from error
+    if options.top_k and config.trainer.ppo.collector.sampling.top_logprobs:
+        raise UserError(
+            f"{SECTION}.top_k={options.top_k} trains with the teacher's most probable tokens, and "
+            "trainer.ppo.collector.sampling.top_logprobs with the sampler's. Set one of them to 0."
+        )
+    for trial in teacher_trials(config).values():
+        check_vocabulary(config.model.path, trial.model.path)
+        try:
+            examine(trial, read_json(trial.model.path))
+        except UserError as error:
+            problem = str(error).replace("llm_server.addresses", f"{SECTION}.addresses")
+            raise UserError(problem) from error
     return []
 
 

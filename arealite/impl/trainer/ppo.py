@@ -51,6 +51,8 @@ class PPOTrainer(BaseTrainer):
         self.critic = self.components.critic
         self.engine.replays_routing = self.ppo.collector.routing == "replay"
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
+        for change in entries.results(entries.hooks("loss_change"), self.ppo):
+            self.loss_fn = change(self.loss_fn)
         self.value_loss_fn = make_value_loss(self.ppo.critic)
         self.links: list[TrainerLink] = []
         self.link = self.open_link()
