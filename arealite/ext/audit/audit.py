@@ -110,7 +110,7 @@ def audit(
                 saved=max(saved_steps, default=0),
                 on_row=on_row,
             )
-            weights = [*sent_notes(_sent_records(db), path.parent), *proof_notes(path.parent)]
+            weights = [*sent_notes(_sent_records(db)), *proof_notes(path.parent)]
             return replace(report, notes=[*report.notes, *weights])
     except sqlite3.Error as error:
         raise UserError(

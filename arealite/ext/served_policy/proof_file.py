@@ -116,12 +116,11 @@ def proof_notes(root: Path) -> list[str]:
     return [*faults.values(), summary]
 
 
-def sent_notes(records: Mapping[int, str], root: Path) -> list[str]:
-    """Return a line about the versions in the ledger, and one about scores that the file changed.
+def sent_notes(records: Mapping[int, str]) -> list[str]:
+    """Return a line about the weights of versions in the ledger; none without a canary.
 
     Args:
         records: `PolicyProof.record` by version, in ascending order.
-        root: The run folder.
     """
     sent = dict[int, SentVersion]()
     for version, record in records.items():
@@ -131,16 +130,7 @@ def sent_notes(records: Mapping[int, str], root: Path) -> list[str]:
         return []
     num_different = len({record.fingerprint for record in sent.values()})
     newest = max(sent)
-    notes = [
+    return [
         f"weights sent: {len(sent)} versions, {num_different} different fingerprints; "
         f"version {newest}: {sent[newest].fingerprint}"
     ]
-    in_file = ProofFile(root).scores()
-    changed = [
-        version
-        for version, record in sent.items()
-        if version in in_file and record.scores != in_file[version].tolist()
-    ]
-    if changed:
-        notes.append(f"{FILE} has other scores than the ledger, first at version {changed[0]}")
-    return notes
