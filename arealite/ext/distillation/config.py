@@ -36,7 +36,7 @@ class DistillationConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on the teacher."""
-        needs_teacher = self.only or bool(self.addresses) or bool(self.teachers)
+        needs_teacher = self.only or self.addresses or self.teachers
         yield (
             self.is_on or not needs_teacher,
             (

@@ -19,9 +19,11 @@ from arealite.impl.launcher.processes import Child, end_all, how_ended, server_o
 LONGEST_PAUSE_S = 60.0
 """Between two starts of a server that ended."""
 Work = Coroutine[object, object, None]
+Say = Callable[[str], object]
+"""Prints a line."""
 
 
-def provide_teacher(config: ExperimentConfig, say: Callable[[str], object]) -> Work | None:
+def provide_teacher(config: ExperimentConfig, say: Say) -> Work | None:
     """Return what serves the teacher, or registers its servers. Hook `run_started`.
 
     Args:
@@ -37,14 +39,14 @@ def provide_teacher(config: ExperimentConfig, say: Callable[[str], object]) -> W
     return serve_all([*trials.values()], say)
 
 
-async def serve_all(trials: list[ExperimentConfig], say: Callable[[str], object]) -> None:
+async def serve_all(trials: list[ExperimentConfig], say: Say) -> None:
     """Run a server of each trial until cancelled."""
     async with asyncio.TaskGroup() as servers:
         for trial in trials:
             servers.create_task(serve(trial, say), name=trial.trial_name)
 
 
-async def serve(trial: ExperimentConfig, say: Callable[[str], object]) -> None:
+async def serve(trial: ExperimentConfig, say: Say) -> None:
     """Run the server of a trial, and start it again when it ends, until cancelled."""
     logs = run_paths(trial).logs
     logs.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,8 @@ class Scorer:
         turns = [*tree.turns]
         for path in tree.paths:
             last = path[-1]
-            ids = array("i", tree.tokens(last, tree.ends[last])).tolist()
+            raw_ids = tree.tokens(last, tree.ends[last])
+            ids = array("i", raw_ids).tolist()
             response = await self._scored(task.source, ids)
             for index in path:
                 # The first token has no score, so scores[i] belongs to ids[i + 1].

@@ -20,12 +20,12 @@ def options_of(config: PPOConfig) -> DistillationConfig:
 
 def teacher_trials(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
     """Return the config of each teacher's trial, by source; "" stands for all other sources."""
+    trials = dict[str, ExperimentConfig]()
     folders = options_of(config.trainer.ppo).folders
-    names = [NAME, *(f"{NAME}-{number}" for number in range(1, len(folders)))]
-    return {
-        source: _trial(config, name, folder)
-        for name, (source, folder) in zip(names, folders.items(), strict=True)
-    }
+    for number, source in enumerate(folders):
+        name = f"{NAME}-{number}" if number else NAME
+        trials[source] = _trial(config, name, folders[source])
+    return trials
 
 
 def _trial(config: ExperimentConfig, name: str, folder: str) -> ExperimentConfig:

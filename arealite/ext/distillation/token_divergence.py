@@ -69,7 +69,9 @@ def with_divergence(options: DistillationConfig, loss_fn: LossFn) -> LossFn:
         divergence_N = divergence(policy_NK, teacher_NK, options.kl)
         sum_of_kl = (weight_N * divergence_N).sum()
         loss = loss + options.coef * sum_of_kl
-        return loss, {**stats, "loss": loss.detach(), "teacher_kl": sum_of_kl.detach()}
+        stats["loss"] = loss.detach()
+        stats["teacher_kl"] = sum_of_kl.detach()
+        return loss, stats
 
     return with_teacher
 

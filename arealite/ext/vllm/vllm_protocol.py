@@ -163,7 +163,7 @@ class VLLMProtocol(ServerProtocol):
             num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
             expert_ids=_expert_ids(choice.routed_experts),
-            prompt_logprobs=[_first(place).logprob for place in places],
+            prompt_logprobs=[next(iter(place.values())).logprob for place in places],
             prompt_top_tokens=[
                 [(token.logprob, token_id, None) for token_id, token in place.items()]
                 for place in places
@@ -254,11 +254,6 @@ def _top_tokens(choice: OutputChoice) -> list[TopRow]:
         ]
         for token in content
     ]
-
-
-def _first(place: PromptPlace) -> PromptLogprob:
-    """Return the token of the prompt itself."""
-    return next(iter(place.values()))
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

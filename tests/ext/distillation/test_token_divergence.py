@@ -204,7 +204,9 @@ def test_folders_of_all_teachers_are_checked(tmp_path: Any) -> None:
     policy = tiny_model(tmp_path / "policy")
     other = tiny_model(tmp_path / "other", vocab_size=80)
     config = run_of(policy, policy, teachers={"code": str(other)})
-    with pytest.raises(UserError, match="has 80 tokens, and the policy has 64"):
+    with pytest.raises(
+        UserError, match=r"distillation\.teachers\.code=.* has 80 token ids, but model.path has 64"
+    ):
         check_run(config, FACTS)
 
 
