@@ -1,4 +1,4 @@
-"""Measure score centering: its cost in a training step, and what it does with old samples.
+"""Measure score centering and distillation: cost in a training step, and effect on learning.
 
 `overhead` (the default): a step is the demo's, with the demo's model: 512 short rows, the outputs
 of all rows, then two updates of half of the rows each. It runs without top ids, and with 20 top ids
@@ -6,19 +6,27 @@ and `loss.centering`, alternately in one process, on one thread. The same pairs 
 head alone, with the sizes of SmolLM2. A figure is the median over the pairs, in CPU seconds: other
 work on the machine has little effect on them.
 
-`staleness`: the demo, with samples of up to 16 earlier versions, with and without centering, for
-each seed. Needs two free cores for about two minutes a run.
+The other experiments train the demo's model, for each seed:
+
+* `staleness`: samples of 16 versions ago, with and without centering, in one process: the loop of
+  tests/learning. `centering_gain` is the mean difference of the held-out rewards.
+* `quantised`: runs with a server of weights that are rounded to int8, with and without centering.
+* `distillation`: the demo itself, then its trained model as the teacher of the first one.
+  `distill_steps_ratio` is the mean ratio of their steps to a reward of 0.7, and `canary_share` the
+  share of a step in which the trainer scores the canary's row. A run needs two free cores for
+  about two minutes, and a distilled one for longer: the teacher scores each answer.
 
     python tools/bench_losses.py [--pairs 7] [--out out/bench/losses.json]
     python tools/bench_losses.py --experiment staleness [--seeds 1 2 3] [--steps 80] [key=value …]
 
-`key=value` are further options of both variants. Figures of both experiments are kept in one file.
+`key=value` are further options of all runs. Figures of all experiments are kept in one file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -45,23 +53,39 @@ from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
 from arealite.base.trial_files import RunPaths  # noqa: E402
 from arealite.ext.demo.sorting import SHAPE, make_kit  # noqa: E402
 from arealite.ext.demo.tiny_model import make_tiny_model  # noqa: E402
+from arealite.ext.served_policy.proof_file import ProofFile, VersionScores  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
+from tests.learning.loop import learn  # noqa: E402
 from tools import bench_engine, figures  # noqa: E402
 
 TOP_IDS = 20
 HEAD_SIZES = {"tokens": 256, "hidden": 576, "vocabulary": 49_152, "chunk": 682}
-STALE = ["trainer.ppo.max_staleness=16"]
+STALENESS = 16
+STALE_LOSS = ["trainer.ppo.updates=1", "trainer.ppo.loss.behav_weight_cap=1"]
+"""Weights that are truncated often. With the default cap there is little to center: the mean of the
+score with the weight π_p/π_b is 0 below the cap, and one update has no clipped ratio."""
+QUANTISED = [
+    "launcher.server_args=[llm_server.embedded.quantization=int8]",
+    "trainer.ppo.publisher.self_check=false",
+    "trainer.ppo.publisher.canary=false",
+]
 VARIANTS = {
-    "plain": [],
+    "plain": ["trainer.ppo.loss.centering=false"],
     "centred": [
         "trainer.ppo.loss.centering=true",
         f"trainer.ppo.collector.sampling.top_logprobs={TOP_IDS}",
     ],
 }
-"""Options of each variant of the staleness experiment."""
+"""Options of the variants of the experiments `staleness` and `quantised`."""
 ENDS = 10
 """Number of last steps whose mean reward is a figure."""
+GOAL = 0.7
+"""Reward that distillation and GRPO are to reach."""
+SMOOTH = 3
+"""Number of steps whose mean reward must reach the goal."""
 Step = Callable[[], None]
+Metrics = list[dict[str, float]]
+"""The lines of a run's metrics."""
 
 
 def make_rows(vocabulary: int, *, has_top_ids: bool) -> list[Row]:
@@ -175,33 +199,147 @@ def overhead(pairs: int) -> dict[str, float]:
     return measured | compare("head", one_id, several_ids, pairs)
 
 
-def staleness(seeds: Sequence[int], steps: int, options: Sequence[str]) -> dict[str, float]:
-    """Train the demo with old samples, for each seed with and without centering."""
+def compare_variants(
+    experiment: str, seeds: Sequence[int], train_variant: Callable[[str, int, list[str]], Metrics]
+) -> dict[str, float]:
+    """Train for each seed with and without centering; return the figures and the mean gain.
+
+    Args:
+        experiment: Its name.
+        seeds: The seeds.
+        train_variant: Trains by the name of a variant, a seed and options; returns metrics.
+    """
     measured = dict[str, float]()
+    gains = list[float]()
     for seed in seeds:
+        rewards = dict[str, float]()
         for name, variant in VARIANTS.items():
-            lines = train(f"{name}-seed{seed}", seed, steps, [*STALE, *variant, *options])
-            rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-            ages = [
-                line["staleness/token_mean"] for line in lines if "staleness/token_mean" in line
-            ]
-            evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
-            figures_of_run = {
-                "eval_reward": evals[-1],
-                f"reward_last_{ENDS}": statistics.fmean(rewards[-ENDS:]),
-                "reward_lowest": min(rewards),
-                "staleness": statistics.fmean(ages),
-            }
+            figures_of_run = figures_of(train_variant(name, seed, variant))
+            rewards[name] = figures_of_run["eval_reward"]
             for figure, number in figures_of_run.items():
-                measured[f"staleness_{name}_seed{seed}_{figure}"] = number
-    return measured
+                measured[f"{experiment}_{name}_seed{seed}_{figure}"] = number
+        gains.append(rewards["centred"] - rewards["plain"])
+    return measured | {f"{experiment}_centering_gain": statistics.fmean(gains)}
 
 
-def train(trial: str, seed: int, steps: int, options: Sequence[str]) -> list[dict[str, float]]:
+def figures_of(lines: Metrics) -> dict[str, float]:
+    """Return the figures of a run."""
+    rewards = values_of(lines, "reward/mean")
+    entropies = values_of(lines, "loss/entropy")
+    return {
+        "eval_reward": values_of(lines, "eval/reward")[-1],
+        f"reward_last_{ENDS}": statistics.fmean(rewards[-ENDS:]),
+        "reward_lowest": min(rewards),
+        "entropy_first": entropies[0],
+        f"entropy_last_{ENDS}": statistics.fmean(entropies[-ENDS:]),
+        "staleness": statistics.fmean(values_of(lines, "staleness/token_mean")),
+        "mismatch_kl": statistics.fmean(values_of(lines, "mismatch/kl")),
+    }
+
+
+def values_of(lines: Metrics, name: str) -> list[float]:
+    """Return the values of a metric, in order."""
+    return [line[name] for line in lines if name in line]
+
+
+def staleness(seeds: Sequence[int], steps: int, options: Sequence[str]) -> dict[str, float]:
+    """Train with samples of STALENESS versions ago, with and without centering."""
+
+    def train_variant(_: str, seed: int, variant: list[str]) -> Metrics:
+        with tempfile.TemporaryDirectory() as folder:
+            learned = learn(
+                kit_of(seed),
+                Path(folder),
+                "centering",
+                f"trainer.ppo.total_steps={steps}",
+                *STALE_LOSS,
+                *variant,
+                *options,
+                staleness=STALENESS,
+                seed=seed,
+            )
+        return [*learned.metrics, {"eval/reward": learned.after}]
+
+    measured = compare_variants("staleness", seeds, train_variant)
+    return measured | {"centering_gain": measured["staleness_centering_gain"]}
+
+
+def quantised(seeds: Sequence[int], steps: int, options: Sequence[str]) -> dict[str, float]:
+    """Train with a server of rounded weights, with and without centering."""
+
+    def train_variant(name: str, seed: int, variant: list[str]) -> Metrics:
+        return train(f"quantised-{name}-seed{seed}", seed, steps, [*QUANTISED, *variant, *options])
+
+    return compare_variants("quantised", seeds, train_variant)
+
+
+def canary_share(run: RunPaths) -> float:
+    """Return the share of a run's steps in which the trainer scores the canary's row."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    step_seconds = values_of(lines, "time/step_s")
+    proof_lines = ProofFile(run.root).lines()
+    canary_seconds = [line.seconds for line in proof_lines if isinstance(line, VersionScores)]
+    return sum(canary_seconds) / sum(step_seconds)
+
+
+def distillation(seeds: Sequence[int], steps: int, options: Sequence[str]) -> dict[str, float]:
+    """Train by rewards, then from the start by the trained model alone; compare steps to GOAL.
+
+    A figure is absent if a run does not reach GOAL.
+    """
+    measured = dict[str, float]()
+    ratios = list[float]()
+    for seed in seeds:
+        teacher_trial = f"grpo-seed{seed}"
+        by_rewards = train(teacher_trial, seed, steps, options)
+        teacher = run_folder(teacher_trial).export
+        by_teacher = train(
+            f"distilled-seed{seed}",
+            seed,
+            steps,
+            [
+                f"trainer.ppo.distillation.teacher={teacher}",
+                "trainer.ppo.distillation.only=true",
+                *options,
+            ],
+        )
+        for name, lines in (("grpo", by_rewards), ("distilled", by_teacher)):
+            for figure, number in figures_of(lines).items():
+                measured[f"{name}_seed{seed}_{figure}"] = number
+            measured[f"{name}_seed{seed}_steps_to_{GOAL}"] = steps_to_goal(lines)
+        ratios.append(steps_to_goal(by_teacher) / steps_to_goal(by_rewards))
+    shares = [canary_share(run_folder(f"grpo-seed{seed}")) for seed in seeds]
+    measured |= {
+        "distill_steps_ratio": statistics.fmean(ratios),
+        "canary_share": statistics.median(shares),
+    }
+    return {figure: number for figure, number in measured.items() if not math.isnan(number)}
+
+
+def steps_to_goal(lines: Metrics) -> float:
+    """Return the steps until the mean reward of SMOOTH steps is at least GOAL; NaN: never."""
+    rewards = values_of(lines, "reward/mean")
+    for end in range(SMOOTH, len(rewards) + 1):
+        if statistics.fmean(rewards[end - SMOOTH : end]) >= GOAL:
+            return float(end)
+    return float("nan")
+
+
+def kit_of(seed: int) -> Path:
+    """Return the folder with the demo's model and data; create it if it is missing."""
+    return make_kit(ROOT / "runs" / f"demo/kit-seed{seed}", seed)
+
+
+def run_folder(trial: str) -> RunPaths:
+    """Return the paths of a trial's run."""
+    return RunPaths(ROOT / "runs" / "bench_losses" / trial)
+
+
+def train(trial: str, seed: int, steps: int, options: Sequence[str]) -> Metrics:
     """Run the demo's config with further options; return the lines of its metrics."""
     runs = ROOT / "runs"
-    kit = make_kit(runs / f"demo/kit-seed{seed}", seed)
-    paths = RunPaths(runs / "bench_losses" / trial)
+    kit = kit_of(seed)
+    paths = run_folder(trial)
     shutil.rmtree(paths.root, ignore_errors=True)
     command = [sys.executable, "train.py", "--config", "config/demo.yaml"]
     command += [f"model.path={kit / 'model'}", f"dataset.train={kit / 'train.jsonl'}"]
@@ -212,10 +350,13 @@ def train(trial: str, seed: int, steps: int, options: Sequence[str]) -> list[dic
     return [json.loads(line) for line in paths.metrics.read_text().splitlines()]
 
 
+EXPERIMENTS = {"staleness": staleness, "quantised": quantised, "distillation": distillation}
+
+
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experiment", choices=["overhead", "staleness"], default="overhead")
+    parser.add_argument("--experiment", choices=["overhead", *EXPERIMENTS], default="overhead")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=80)
@@ -225,7 +366,7 @@ def main() -> None:
     if args.experiment == "overhead":
         measured = overhead(args.pairs)
     else:
-        measured = staleness(args.seeds, args.steps, args.options)
+        measured = EXPERIMENTS[args.experiment](args.seeds, args.steps, args.options)
     figures.show(measured, digits=3)
     figures.save(args.out, measured, keep=True)
 

@@ -39,8 +39,9 @@ class Sequence:
     top_ids: np.ndarray | None = None
     """int32 [T, K]: ids whose logprobs are an output, -1: none. All rows of a call have one K."""
     is_truncated: np.ndarray | None = None
-    """bool [T]: the sampler was truncated (top_p, top_k, min_p), and the ids ≥ 0 of `top_ids` are
-    all that it kept. `logprobs` and `top_logprobs` of the token are renormalised over them."""
+    """bool [T]: some tokens could not be sampled, and the ids ≥ 0 of `top_ids` are all that
+    could (SamplingConfig.num_truncated). `logprobs` and `top_logprobs` of the token are
+    renormalised over them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ class EpisodeRecord(msgspec.Struct, kw_only=True):
         turn = Turn(
             response=NOTHING,
             temperature=sampling.temperature,
-            is_truncated=sampling.top_logprobs > 0 and sampling.truncates,
+            num_truncated=sampling.num_truncated,
             origin=origin,
         )
         place(turn, input_ids, self.turns, extends)
@@ -191,6 +191,8 @@ class Seat:
     episode_id: str = "episode"
     min_version: int = 0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    is_eval: bool = False
+    """Whether the episode is not trained."""
     recorded: tuple[StoredTurn, ...] = ()
     """The seat's generations in an earlier attempt, whose worker crashed, by index."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from arealite.api.engine import Stats, TrainEngine
+    from arealite.api.engine import LossFn, Stats, TrainEngine
     from arealite.api.experiment_config import ExperimentConfig, ServerConfig
     from arealite.api.trainer import PPOConfig
     from arealite.api.trajectory_tree import TrajectoryTree
@@ -352,6 +352,14 @@ AdvantageChangeMaker = Callable[["PPOConfig"], AdvantageChange | None]
 
 Each rank of a PPO trainer calls it for each batch, with the options. The results run one after the
 other. An error ends the rank."""
+
+LossChange = Callable[["LossFn"], "LossFn"]
+"""Returns a loss function that adds terms to another one."""
+LossChangeMaker = Callable[["PPOConfig"], LossChange | None]
+"""Hook `loss_change`: return what adds terms to the policy loss, or None.
+
+Each rank of a PPO trainer calls it when it starts, and for each batch, with the options. With a
+change, trajectories whose advantages are 0 are trained, too. An error ends the rank."""
 
 TokenMask = Callable[[Any, Any], None]
 """Sets the field `keep` of the rows of a batch (`TrainBatch`), with the ranks (`World`). The loss

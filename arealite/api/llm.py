@@ -6,7 +6,7 @@ Requests and responses have token ids. Only agents convert between text and toke
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 MAX_TOP = 256
 """Largest number of most probable tokens that are recorded."""
-TOP_P_HELP = "1: all tokens; less is off-policy unless top_logprobs covers the kept tokens"
+TOP_P_HELP = "1: all tokens; less: only tokens whose kept set top_logprobs records are trained"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """Sampling of tokens. The defaults sample from the policy itself.
 
-    With top_p, top_k or min_p, training is exact where the `top_logprobs` recorded tokens are all
-    that could be sampled; without `top_logprobs` it is off-policy.
+    With top_p, top_k, min_p or min_new_tokens, some tokens cannot be sampled. A token is trained
+    only where the `top_logprobs` recorded tokens are all that could be sampled.
     """
 
     temperature: float = opt(1.0, "0: greedy; the trainer divides logits by it", at_least=0)
@@ -43,14 +43,26 @@ class SamplingConfig:
         0, "most probable tokens recorded at each token; 0: none", at_least=0, at_most=MAX_TOP
     )
     max_new_tokens: int = opt(256, "longest generation, in tokens", at_least=1)
-    min_new_tokens: int = opt(0, "fewest tokens of an answer; above 0: off-policy", at_least=0)
+    min_new_tokens: int = opt(0, "fewest tokens of an answer; above 0: see top_p", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
     stop_token_ids: list[int] = sub(list, "token ids that end a generation besides the model's EOS")
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be sampled."""
+        """Whether top_p, top_k or min_p exclude tokens."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def num_truncated(self) -> int:
+        """Number of the first tokens of an answer at which some tokens cannot be sampled."""
+        return self.max_new_tokens if self.truncates else self.min_new_tokens
+
+    @property
+    def smallest_known_top(self) -> int:
+        """The smallest `top_logprobs` that can record all tokens that could be sampled."""
+        if self.truncates and self.top_p == 1 and self.min_p == 0:
+            return self.top_k
+        return min(1, self.num_truncated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +142,8 @@ class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
     -inf where the id is -1."""
     prompt_logprobs: list[float] = []
     """Of each token of the prompt but the first one, at temperature 1; [] if not requested."""
+    prompt_top_tokens: list[Any] = []
+    """`ServerAnswer.prompt_top_tokens`, if `sampling.top_logprobs` asks for them, too."""
 
 
 class LLMClient(ABC):

@@ -50,6 +50,16 @@ class PolicyProof(Protocol):
         """
         ...
 
+    def fingerprinted(
+        self, weights: "Iterator[tuple[str, torch.Tensor]]"
+    ) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield the weights that are sent, and note their fingerprint."""
+        ...
+
+    def record(self, version: int) -> str:
+        """Return the fingerprint and the answers that servers must give, for the ledger."""
+        ...
+
     async def fault(self, server_id: str, version: int, generate: Generate) -> str:
         """Return why a server that reports a version has other weights; "" without a fault.
 

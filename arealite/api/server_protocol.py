@@ -101,9 +101,8 @@ class ServerAnswer:
     prompt_logprobs: list[float] = field(default_factory=list[float])
     """Of each token of the prompt but the first one, NaN for no number; [] if the server returns
     none."""
-    prompt_top_logprobs: list[float] = field(default_factory=list[float])
-    """Of the most probable tokens at the place of the prompt's last token, by falling
-    probability."""
+    prompt_top_tokens: list[TopRow] = field(default_factory=list[TopRow])
+    """The most probable tokens at the place of each token of the prompt but the first one."""
 
 
 @dataclass(slots=True, kw_only=True)

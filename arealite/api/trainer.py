@@ -73,9 +73,19 @@ class PPOConfig:
         yield from self._size_constraints()
         yield from self._group_constraints()
         yield from self._advantage_constraints()
-        has_top_logprobs = self.collector.sampling.top_logprobs > 0
+        sampling = self.collector.sampling
+        num_top = sampling.top_logprobs
         yield (
-            has_top_logprobs or not self.loss.centering,
+            num_top >= sampling.smallest_known_top,
+            (
+                f"collector.sampling.top_logprobs={num_top} never records all tokens that "
+                "top_p, top_k, min_p and min_new_tokens keep, and a token without this record "
+                "is not trained. Use trainer.ppo.collector.sampling.top_logprobs=20 "
+                "and a top_k of at most 20, or leave these options out."
+            ),
+        )
+        yield (
+            num_top > 0 or not self.loss.centering,
             (
                 "loss.centering needs the sampler's most probable tokens. "
                 "Use trainer.ppo.collector.sampling.top_logprobs=20, or loss.centering=false."

@@ -51,7 +51,7 @@ class Published(TrainerRequest, frozen=True, tag=True, kw_only=True):
 
     version: Count
     proof: str = ""
-    """Proof that the servers have this version, for the ledger; "" without one."""
+    """`PolicyProof.record`: which weights were sent, for the ledger; "" without one."""
 
 
 class Checkpointed(TrainerRequest, frozen=True, tag=True, kw_only=True):

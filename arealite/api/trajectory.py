@@ -107,9 +107,9 @@ class TurnNode(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     extras: dict[str, bytes] = {}
     """Further values for each sampled token, by name: N items of equal size.
 
-    `top_ids` and `top_logprobs`: as in `LLMResponse`. `truncated`, uint8: 1 where top_p, top_k or
-    min_p limited the tokens to a set, which is the tokens in `top_ids` if their probabilities add
-    up to 1. With these, `logprobs` is the log-probability in that set."""
+    `top_ids` and `top_logprobs`: as in `LLMResponse`. `truncated`, uint8: 1 where top_p, top_k,
+    min_p or min_new_tokens limited the tokens to a set, which is the tokens in `top_ids` if their
+    probabilities add up to 1. With these, `logprobs` is the log-probability in that set."""
 
 
 class PlacedTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,8 +51,8 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
 
     response: LLMResponse
     temperature: float
-    is_truncated: bool = False
-    """Whether some tokens could not be sampled, and the response has those that could."""
+    num_truncated: int = 0
+    """Number of the first sampled tokens at which some tokens could not be sampled."""
     reward: float = 0.0
     index: int = 0
     """Number of the generation within its seat, by start time, from 0."""
@@ -104,8 +104,10 @@ class Turn(msgspec.Struct, eq=False, kw_only=True):
         extras = dict[str, bytes]()
         if response.top_ids:
             extras = {"top_ids": response.top_ids, "top_logprobs": response.top_logprobs}
-        if self.is_truncated:
-            extras["truncated"] = b"\x01" * len(response.output_ids)
+        num_sampled = len(response.output_ids)
+        num_truncated = min(self.num_truncated, num_sampled)
+        if num_truncated:
+            extras["truncated"] = (b"\x01" * num_truncated).ljust(num_sampled, b"\x00")
         return extras
 
     @property

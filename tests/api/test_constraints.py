@@ -42,6 +42,17 @@ ONE = "collector.group_size=1 batch_size=4"
         ("loss.behav_weight_level=sequence loss.decoupled=false", "require the decoupled loss"),
         ("loss.m2_threshold=0", "above 0, or null"),
         ("loss.centering=true", "trainer.ppo.collector.sampling.top_logprobs=20"),
+        ("collector.sampling.top_p=0.9", "sampling.top_logprobs=20 and a top_k of at most 20"),
+        ("collector.sampling.min_p=0.1", "sampling.top_logprobs=20 and a top_k of at most 20"),
+        ("collector.sampling.min_new_tokens=4", "sampling.top_logprobs=20 and a top_k"),
+        (
+            "collector.sampling.top_k=64 collector.sampling.top_logprobs=63",
+            "top_logprobs=63 never records all tokens",
+        ),
+        (
+            "collector.sampling.top_k=1000 collector.sampling.top_logprobs=256",
+            "top_logprobs=20 and a top_k of at most 20",
+        ),
         ("loss.objective=dppo_tv", "trainer.ppo.loss.decoupled=false"),
         (
             "loss.objective=dppo_kl loss.decoupled=false loss.ratio=sequence",
@@ -91,6 +102,10 @@ def test_invalid_combination_of_options_is_a_one_line_error(
         "loss.decoupled=false loss.dual_clip=3 loss.m2_threshold=0.04",
         "loss.objective=dppo_kl loss.decoupled=false loss.eps_low=0.05 loss.eps_high=0.05",
         "loss.centering=true collector.sampling.top_logprobs=1 loss.behav_weight=mask",
+        "collector.sampling.top_k=64 collector.sampling.top_logprobs=64",
+        "collector.sampling.top_p=0.9 collector.sampling.top_logprobs=1",
+        "collector.sampling.top_p=0.9 collector.sampling.top_k=9 collector.sampling.top_logprobs=8",
+        "collector.sampling.min_new_tokens=4 collector.sampling.top_logprobs=1",
         "reward.scale=-1 reward.clip=1 reward.bias=0.5 reward.overlong_buffer=256",
     ],
 )

@@ -49,6 +49,8 @@ def test_run_survives_its_teacher_and_replays_without_it(site: Site, tmp_path: P
         f"trainer.ppo.total_steps={STEPS}",
         f"trainer.ppo.distillation.teacher={site.model}",
         "trainer.ppo.distillation.only=true",
+        f"trainer.ppo.distillation.teachers.unused={site.model}",
+        "trainer.ppo.distillation.top_k=4",
     )
     cluster = ClusterConfig(name_root=str(site.folder / "names"))
     trial = ExperimentConfig(experiment_name="e2e", trial_name="t-teacher", cluster=cluster)
@@ -69,7 +71,11 @@ def test_run_survives_its_teacher_and_replays_without_it(site: Site, tmp_path: P
     distances = [line["distillation/reverse_kl"] for line in lines if "reward/mean" in line]
     assert len(distances) == STEPS
     assert distances[0] == pytest.approx(0.0, abs=ROUNDING)
-    assert audit(paths.ledger).ok
+    divergences = [line["loss/teacher_kl"] for line in lines if "reward/mean" in line]
+    assert divergences[0] == pytest.approx(0.0, abs=ROUNDING)
+    report = audit(paths.ledger)
+    assert report.ok
+    assert f"weights sent: {STEPS + 1} versions" in " ".join(report.notes)
     command = [sys.executable, "-m", "arealite.cli.main", "replay", str(paths.root)]
     again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SLOW_S)
     assert again.returncode == 0, again.stderr

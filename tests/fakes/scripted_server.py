@@ -29,7 +29,8 @@ import msgspec
 from aiohttp import web
 
 from tests.fakes.ports import held_port
-from tests.fakes.scores import next_scores, prompt_scores
+from tests.fakes.scores import Weights, next_scores, prompt_scores, weights_of
+from tests.fakes.weight_faults import WeightFault, loads
 
 BODY = web.RequestKey("body", dict)
 ABORT = web.RequestKey("abort", bool)
@@ -114,13 +115,14 @@ class ScriptedServer(ABC):
         """Generations block after this many tokens until `release`."""
         self.stubborn = 0
         """Number of further requests to continue that are ignored."""
-        self.ignores_loads = False
-        """True: updates change the reported version, but not the weights."""
+        self.weights_after: WeightFault = loads
+        """What updates really do to the weights."""
         self.keeps_prefixes = False
         """True: updates leave the cached prefixes of the weights before."""
-        self._weights = ""
+        self._loaded = "default"
         """The version that it loaded last."""
-        self._prefixes = dict[tuple[int, ...], str]()
+        self._weights = weights_of(self._loaded)
+        self._prefixes = dict[tuple[int, ...], Weights]()
         """The weights with which each cached prompt was computed."""
         self.api_key = ""
         """The bearer token that requests need; "" for none."""
@@ -229,10 +231,11 @@ class ScriptedServer(ABC):
         return self._runner is not None
 
     @property
-    def weights_held(self) -> str:
-        """The version of the weights that it really has."""
-        if not self.ignores_loads:
-            self._weights = self.version
+    def weights_held(self) -> Weights:
+        """The weights that it really has."""
+        if self._loaded != self.version:
+            self._weights = self.weights_after(self._weights, self.version)
+            self._loaded = self.version
         return self._weights
 
     @property
@@ -256,6 +259,7 @@ class ScriptedServer(ABC):
             "vocab_size": self.vocab_size,
             "context_length": self.context_length,
             "version": self.reported,
+            "dtype": "float32",
             "load": self.load(),
             "host": "127.0.0.1",
             "pid": 0,
@@ -480,7 +484,7 @@ class ScriptedServer(ABC):
             self._jobs.pop(job.key, None)
             await self._notify()
 
-    def _prefix_weights(self, prompt: list[int]) -> str:
+    def _prefix_weights(self, prompt: list[int]) -> Weights:
         """Return the weights with which a prompt is computed, which are perhaps cached ones."""
         weights = self.weights_held
         if not self.keeps_prefixes:

@@ -241,7 +241,8 @@ class FakeVLLM(ScriptedServer):
         last = places[-1]
         assert last is not None
         for rank, logprob in enumerate(top, start=1):
-            last[1000 + rank] = {"logprob": logprob, "rank": rank, "decoded_token": None}
+            if logprob != scores[-1]:  # the token itself
+                last[1000 + rank] = {"logprob": logprob, "rank": rank, "decoded_token": None}
         answer["prompt_logprobs"] = places
 
     def set_next(self, answer: dict[str, Any], top: list[float]) -> None:

@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +25,14 @@ from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, Traine
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.config_tree import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
+from arealite.ext.distillation.teacher_scores import FIELD
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.embedded.weight_loading import load_model
 from arealite.impl.trainer.base import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.rank_group import World
-from tests.payloads import encode_segments
+from tests.payloads import change_turn, encode_segments
 
 MAX_NEW_TOKENS, STOP = 8, 1
 SETTINGS = [
@@ -49,18 +50,28 @@ SETTINGS = [
 
 
 class Sampler(WeightPublisher):
-    """A copy of the policy that answers questions; it loads every `1 + staleness`-th version."""
+    """A copy of the policy that answers questions; it is `staleness` versions behind."""
 
-    def __init__(self, model: Path, *, seed: int, staleness: int) -> None:
+    def __init__(self, model: Path, *, seed: int, staleness: int, num_top: int = 0) -> None:
         self.model, self.tokenizer = load_model(str(model), dtype="float32", device="cpu")
-        self.seed, self.staleness, self.version = seed, staleness, 0
+        self.seed, self.version = seed, 0
+        self.num_top = min(num_top, self.model.config.vocab_size)
+        self.teacher: Any = None
+        """Scores the answers; None: nothing does."""
+        self.num_teacher_top = 0
+        self.versions = deque[tuple[int, dict[str, torch.Tensor]]](maxlen=1 + staleness)
+        """The newest versions; the oldest one of them answers."""
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        newest = dict(weights)
-        if version % (1 + self.staleness) == 0:
-            self.model.load_state_dict(newest)
-            self.version = version
+        self.versions.append((version, {name: tensor.clone() for name, tensor in weights}))
+        self.version, oldest = self.versions[0]
+        self.model.load_state_dict(oldest)
         return False
+
+    def load_newest(self) -> None:
+        """Answer by the newest version from now on."""
+        self.version, newest = self.versions[-1]
+        self.model.load_state_dict(newest)
 
     def push(self, version: int) -> PublishReport:
         return PublishReport(version=version)
@@ -78,6 +89,7 @@ class Sampler(WeightPublisher):
                 sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
                 limit=MAX_NEW_TOKENS,
                 stops=frozenset([STOP]),
+                num_top=self.num_top,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -86,7 +98,26 @@ class Sampler(WeightPublisher):
             while waiting or decoder.running:
                 decoder.prefill(waiting) if waiting else decoder.decode()
                 decoder.remove_ended()
+            if self.teacher is not None:
+                self.score(asked)
         return asked
+
+    def score(self, answered: Sequence[Generation]) -> None:
+        """Set `prompt_logprobs` to the teacher's logprobs of the tokens of each answer."""
+        rows = [torch.tensor([*answer.prompt, *answer.output]) for answer in answered]
+        ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        logprobs_BTV = self.teacher(input_ids=ids_BT).logits[:, :-1].log_softmax(-1)
+        logprobs_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0]
+        for answer, logprobs_T in zip(answered, logprobs_BT.tolist(), strict=True):
+            begin = len(answer.prompt) - 1
+            answer.prompt_logprobs = logprobs_T[begin : begin + len(answer.output)]
+        if self.num_teacher_top:
+            top_logprobs_BTK, top_ids_BTK = logprobs_BTV.topk(self.num_teacher_top)
+            for row, answer in enumerate(answered):
+                begin = len(answer.prompt) - 1
+                span = slice(begin, begin + len(answer.output))
+                top_rows = zip(top_ids_BTK[row, span], top_logprobs_BTK[row, span], strict=True)
+                answer.prompt_top_tokens = [(ids.numpy(), top.numpy()) for ids, top in top_rows]
 
     def text(self, generation: Generation) -> str:
         return self.tokenizer.decode(generation.output, skip_special_tokens=True)
@@ -103,8 +134,8 @@ class Task:
         random.Random(config.seed).shuffle(rows)
         self.rows, self.ppo, self.sampler = rows, config.trainer.ppo, sampler
         self.rounds = 0
-        self.rewards: list[float] = []
-        """Mean reward of each step's batch, filtered groups included."""
+        self.metrics: list[dict[str, float]] = []
+        """Of each step."""
 
     def start(self, step: int) -> TrainerReady:
         return TrainerReady(step=step, rolled_back_groups=0)
@@ -112,7 +143,6 @@ class Task:
     def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[Payload]]:
         groups, size = self.ppo.num_groups, self.ppo.collector.group_size
         played: list[tuple[TrajectoryHeader, Payload]] = []
-        seen: list[float] = []
         while len(played) < groups * size:
             rows, self.rows = self.rows[:groups], self.rows[groups:]
             asked = [row for row in rows for _ in range(size)]
@@ -122,11 +152,9 @@ class Task:
                 own, answers = answers[:size], answers[size:]
                 group = [episode(self.sampler, row, a, member=m) for m, a in enumerate(own)]
                 rewards = {header.reward for header, _ in group}
-                seen += [header.reward for header, _ in group]
                 if not self.ppo.filter_zero_variance or len(rewards) > 1:
                     played += group
         played = played[: groups * size]
-        self.rewards.append(float(np.mean(seen)))
         headers, count = [header for header, _ in played], len(played)
         cut = [number // size * self.ppo.updates // groups for number in range(count)]
         made = Batch(
@@ -141,7 +169,7 @@ class Task:
 
     def report(self, message: FromTrainer) -> None:
         if isinstance(message, StepReport):
-            self.report_of_step = message
+            self.metrics.append(message.metrics)
 
     def close(self) -> None: ...
 
@@ -179,7 +207,16 @@ def episode(
         seconds=0.0,
         waits={},
     )
-    return header, encode_segments([made])
+    extras = dict[str, bytes]()
+    if answer.prompt_logprobs:
+        extras[FIELD] = np.array(answer.prompt_logprobs, "<f4").tobytes()
+    for prefix, rows in (("", answer.top_tokens), ("teacher_", answer.prompt_top_tokens)):
+        if rows:
+            ids = np.array([ids_K for ids_K, _ in rows], "<i4")
+            logprobs = np.array([logprobs_K for _, logprobs_K in rows], "<f4")
+            extras[f"{prefix}top_ids"] = ids.tobytes()
+            extras[f"{prefix}top_logprobs"] = logprobs.tobytes()
+    return header, change_turn(encode_segments([made]), extras=extras)
 
 
 def accuracy(kit: Path, sampler: Sampler) -> float:
@@ -193,19 +230,40 @@ def accuracy(kit: Path, sampler: Sampler) -> float:
     return sum(right) / len(right)
 
 
+class Learned(NamedTuple):
+    """The result of a run."""
+
+    before: float
+    """Accuracy of the first policy."""
+    after: float
+    metrics: list[dict[str, float]]
+    """Of each step."""
+
+
 def learn(
-    kit: Path, run_root: Path, preset: str, *overrides: str, staleness: int = 0, seed: int = 1
-) -> tuple[float, float]:
-    """Train the kit's model by a preset of config/algo; return accuracy before and after."""
+    kit: Path,
+    run_root: Path,
+    preset: str,
+    *overrides: str,
+    staleness: int = 0,
+    seed: int = 1,
+    teacher: Path | None = None,
+) -> Learned:
+    """Train the kit's model by a preset of config/algo, and by the scores of a teacher."""
     words = [*SETTINGS, f"model.path={kit / 'model'}", f"cluster.run_root={run_root}"]
     words += [f"seed={seed}", f"trainer.ppo.max_staleness={staleness}", *overrides]
     config = load(ExperimentConfig, CONFIG_DIR / "algo" / f"{preset}.yaml", words)
     check_constraints(config.trainer.ppo, "trainer.ppo.")
     world = World.init(threads=1, seed=seed)
-    sampler = Sampler(kit / "model", seed=seed, staleness=staleness)
+    num_top = config.trainer.ppo.collector.sampling.top_logprobs
+    sampler = Sampler(kit / "model", seed=seed, staleness=staleness, num_top=num_top)
+    if teacher is not None:
+        sampler.teacher = load_model(str(teacher), dtype="float32", device="cpu")[0]
+        sampler.num_teacher_top = config.trainer.ppo.distillation.top_k
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
     connect: Any = lambda: task  # noqa: E731
     parts = Components(world=world, connect=connect, publisher=sampler, **load_ppo_engines(config))
     with contextlib.redirect_stdout(None):
         PPOTrainer(config, parts).train()
-    return before, accuracy(kit, sampler)
+    sampler.load_newest()
+    return Learned(before, accuracy(kit, sampler), task.metrics)

@@ -25,7 +25,7 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.audit.audit_queries import CHECKS, CLOSED, ENDS, ROWS, UNUSABLE
 from arealite.ext.audit.audit_report import IN_STATE, AuditReport, LedgerBalance
-from arealite.ext.served_policy.proof_file import proof_notes
+from arealite.ext.served_policy.proof_file import proof_notes, sent_notes
 from arealite.system.ledger import schema
 from arealite.system.ledger.ledger import columns, connect, decode_header, read_any_format
 from arealite.system.ledger.payload_checks import decode_checked
@@ -110,12 +110,20 @@ def audit(
                 saved=max(saved_steps, default=0),
                 on_row=on_row,
             )
-            return replace(report, notes=[*report.notes, *proof_notes(path.parent)])
+            weights = [*sent_notes(_sent_records(db)), *proof_notes(path.parent)]
+            return replace(report, notes=[*report.notes, *weights])
     except sqlite3.Error as error:
         raise UserError(
             f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} "
             "Restore a copy, or export the newest checkpoint and begin another trial with it."
         ) from error
+
+
+def _sent_records(db: sqlite3.Connection) -> dict[int, str]:
+    """Return the records of published weights by version; {} for an older ledger."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'versions'").fetchone():
+        return {}
+    return dict(db.execute("SELECT version, proof FROM versions WHERE proof > '' ORDER BY version"))
 
 
 class Audit:

@@ -1,14 +1,12 @@
 """Checks that a teacher can score the policy's tokens, before anything is started."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError
-from arealite.base.model_folder import read_json, read_model, vocab_size
-from arealite.ext.distillation.teacher_trial import options_of, teacher_trial
+from arealite.base.model_folder import check_vocabulary, read_json
+from arealite.ext.distillation.teacher_trial import options_of, teacher_trials
 from arealite.ext.external.external_servers import examine
 
 SECTION = "trainer.ppo.distillation"
@@ -29,41 +27,37 @@ def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterable[tuple[str, 
             f"a teacher scores tokens at temperature 1, and they are sampled at {temperature:g}. "
             "Use trainer.ppo.collector.sampling.temperature=1."
         )
-    trial = teacher_trial(config)
-    check_vocabulary(config.model.path, trial.model.path)
-    try:
-        examine(trial, read_json(trial.model.path))
-    except UserError as error:
-        problem = str(error).replace("llm_server.addresses", f"{SECTION}.addresses")
-        raise UserError(problem) from error
+    if options.top_k and config.trainer.ppo.collector.sampling.top_logprobs:
+        raise UserError(
+            f"{SECTION}.top_k={options.top_k} trains with the teacher's most probable tokens, and "
+            "trainer.ppo.collector.sampling.top_logprobs with the sampler's. Set one of them to 0."
+        )
+    for source, trial in teacher_trials(config).items():
+        key = f"{SECTION}.teachers.{source}" if source else f"{SECTION}.teacher"
+        check_tokens(config.model.path, trial.model.path, key)
+        try:
+            examine(trial, read_json(trial.model.path))
+        except UserError as error:
+            problem = str(error).replace("llm_server.addresses", f"{SECTION}.addresses")
+            raise UserError(problem) from error
     return []
 
 
-def check_vocabulary(policy: str, teacher: str) -> None:
-    """Check that two model folders have the same tokens.
+def check_tokens(policy: str, teacher: str, key: str) -> None:
+    """Check that two model folders have the same tokens; `key` is the teacher's option.
 
     Raises:
         UserError: They do not, or the teacher's folder is no model.
     """
-    model, _ = read_model(teacher, f"{SECTION}.teacher")
-    teacher_size = vocab_size(model)
-    policy_size = vocab_size(read_json(policy))
-    difference = ""
-    if teacher_size != policy_size:
-        difference = f"{teacher_size} tokens, and the policy has {policy_size}"
-    elif tokens_of(teacher) != tokens_of(policy):
-        difference = "another tokenizer.json than the policy"
-    if difference:
+    check_vocabulary(teacher, read_json(policy), key=key)
+    if tokens_of(teacher) != tokens_of(policy):
         raise UserError(
-            f"{SECTION}.teacher={teacher} has {difference}. "
+            f"{key}={teacher} has another tokenizer.json than the policy. "
             "Use a teacher with the policy's vocabulary; its scores belong to token ids."
         )
 
 
 def tokens_of(folder: str) -> object:
     """Return the tokens of a folder's tokenizer.json with their ids; None without that file."""
-    file = Path(folder).expanduser() / "tokenizer.json"
-    if not file.is_file():
-        return None
-    tokenizer = json.loads(file.read_text())
-    return tokenizer["model"]["vocab"], tokenizer.get("added_tokens")
+    tokenizer = read_json(folder, "tokenizer.json")
+    return tokenizer and (tokenizer["model"]["vocab"], tokenizer.get("added_tokens"))

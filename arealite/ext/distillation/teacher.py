@@ -1,4 +1,4 @@
-"""The teacher's servers: a trial beside the run's own, named `<trial_name>-teacher`.
+"""The teachers' servers: a trial beside the run's own for each, named `<trial_name>-teacher`.
 
 Its servers, client and name registry are those of every trial, so `arealite why` and restarts work
 for a teacher, too. Its weights never change.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Coroutine
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
-from arealite.ext.distillation.teacher_trial import NAME, options_of, teacher_trial
+from arealite.ext.distillation.teacher_trial import NAME, options_of, teacher_trials
 from arealite.ext.external.external_servers import keep_registered
 from arealite.impl.launcher.local import clear_leftovers
 from arealite.impl.launcher.processes import Child, end_all, how_ended, server_overrides, spawn
@@ -19,9 +19,11 @@ from arealite.impl.launcher.processes import Child, end_all, how_ended, server_o
 LONGEST_PAUSE_S = 60.0
 """Between two starts of a server that ended."""
 Work = Coroutine[object, object, None]
+Say = Callable[[str], object]
+"""Prints a line."""
 
 
-def provide_teacher(config: ExperimentConfig, say: Callable[[str], object]) -> Work | None:
+def provide_teacher(config: ExperimentConfig, say: Say) -> Work | None:
     """Return what serves the teacher, or registers its servers. Hook `run_started`.
 
     Args:
@@ -31,13 +33,20 @@ def provide_teacher(config: ExperimentConfig, say: Callable[[str], object]) -> W
     options = options_of(config.trainer.ppo)
     if not options.is_on:
         return None
-    trial = teacher_trial(config)
+    trials = teacher_trials(config)
     if options.addresses:
-        return keep_registered(trial, updates=False)
-    return serve(trial, say)
+        return keep_registered(trials[""], updates=False)
+    return serve_all([*trials.values()], say)
 
 
-async def serve(trial: ExperimentConfig, say: Callable[[str], object]) -> None:
+async def serve_all(trials: list[ExperimentConfig], say: Say) -> None:
+    """Run a server of each trial until cancelled."""
+    async with asyncio.TaskGroup() as servers:
+        for trial in trials:
+            servers.create_task(serve(trial, say), name=trial.trial_name)
+
+
+async def serve(trial: ExperimentConfig, say: Say) -> None:
     """Run the server of a trial, and start it again when it ends, until cancelled."""
     logs = run_paths(trial).logs
     logs.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from arealite.api.trainer import PPOConfig
 from arealite.ext.distillation.config import DistillationConfig
 from arealite.ext.distillation.teacher_scores import FIELD
 from arealite.ext.distillation.teacher_trial import options_of
+from arealite.ext.distillation.token_divergence import add_teacher_tokens
 from arealite.impl.trainer.batch import TrainBatch, Trajectory
 from arealite.impl.trainer.rank_group import World
 
@@ -34,9 +35,13 @@ def with_teacher(
     the option was set, keeps its advantages.
     """
     kl_N = reverse_kl(trajectory)
+    if options.top_k:
+        add_teacher_tokens(trajectory, options.top_k)
     if kl_N is None or not trajectory.is_scored:
         return advantages
     reward_part = 0.0 if options.only else advantages
+    if options.top_k:
+        return reward_part  # the loss has the teacher's term
     return reward_part - options.coef * kl_N
 
 

@@ -6,25 +6,31 @@ in the ledger with the trajectory, so a replay needs no teacher.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from itertools import count
 
 import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import TreeChange
-from arealite.api.llm import LLMClient, LLMRequest, SamplingConfig, clients
+from arealite.api.llm import LLMClient, LLMRequest, LLMResponse, SamplingConfig, clients
+from arealite.api.server_protocol import TopRow
 from arealite.api.task import Task
 from arealite.api.trajectory import TurnNode
 from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.api.turns import digest_of_answer, pack
 from arealite.ext.distillation.config import DistillationConfig
-from arealite.ext.distillation.teacher_trial import options_of, teacher_trial
+from arealite.ext.distillation.teacher_trial import options_of, teacher_trials
 
 FIELD = "teacher_logprobs"
 """The name of the scores in `TurnNode.extras`."""
+TOP_IDS = "teacher_top_ids"
+"""The names of the teacher's most probable tokens there, int32 and float32 [N, top_k]; -1 and -inf:
+no further token."""
+TOP_LOGPROBS = "teacher_top_logprobs"
 LOWEST = -100.0
 """A token that the teacher cannot say gets this score instead of minus infinity."""
 
@@ -38,23 +44,27 @@ def scorer(config: ExperimentConfig) -> AbstractAsyncContextManager[TreeChange] 
 async def running(config: ExperimentConfig) -> AsyncIterator[TreeChange]:
     """Connect to the teacher's servers; give what adds their scores to a tree."""
     client_config = config.trainer.ppo.collector.client
-    client = clients.get(client_config.type)(teacher_trial(config), client_config)
-    await client.start()
-    try:
-        yield Scorer(client, options_of(config.trainer.ppo)).add_scores
-    finally:
-        await client.close()
+    client_by_source = dict[str, LLMClient]()
+    async with AsyncExitStack() as stack:
+        for source, trial in teacher_trials(config).items():
+            client = clients.get(client_config.type)(trial, client_config)
+            await client.start()
+            stack.push_async_callback(client.close)
+            client_by_source[source] = client
+        yield Scorer(client_by_source, options_of(config.trainer.ppo)).add_scores
 
 
 class Scorer:
-    """Asks the teacher for scores."""
+    """Asks teachers for scores."""
 
-    def __init__(self, client: LLMClient, options: DistillationConfig) -> None:
-        self._client = client
+    def __init__(
+        self, client_by_source: Mapping[str, LLMClient], options: DistillationConfig
+    ) -> None:
+        self._clients = client_by_source
         self._options = options
         self._numbers = count()
 
-    async def add_scores(self, _: Task, tree: TrajectoryTree) -> TrajectoryTree:
+    async def add_scores(self, task: Task, tree: TrajectoryTree) -> TrajectoryTree:
         """Return the tree with the score of each sampled token.
 
         Raises:
@@ -63,32 +73,53 @@ class Scorer:
         turns = [*tree.turns]
         for path in tree.paths:
             last = path[-1]
-            ids = array("i", tree.tokens(last, tree.ends[last])).tolist()
-            scores = await self._scores(ids)
+            raw_ids = tree.tokens(last, tree.ends[last])
+            ids = array("i", raw_ids).tolist()
+            response = await self._scored(task.source, ids)
             for index in path:
                 # The first token has no score, so scores[i] belongs to ids[i + 1].
-                turn_scores = scores[tree.starts[index] - 1 : tree.ends[index] - 1]
-                turns[index] = with_scores(turns[index], turn_scores)
+                begin = tree.starts[index] - 1
+                end = tree.ends[index] - 1
+                scores = response.prompt_logprobs[begin:end]
+                finite_scores = [max(score, LOWEST) for score in scores]
+                values = {FIELD: pack("f", finite_scores)}
+                if self._options.top_k:
+                    rows = response.prompt_top_tokens[begin:end]
+                    values |= self._top(rows)
+                turns[index] = with_values(turns[index], values)
         return TrajectoryTree(tree.prompt, turns)
 
-    async def _scores(self, ids: list[int]) -> list[float]:
-        """Return the teacher's logprobs of the tokens but the first one."""
+    async def _scored(self, source: str, ids: list[int]) -> LLMResponse:
+        """Return the answer of a source's teacher, with the scores of tokens."""
         number = next(self._numbers)
         request = LLMRequest(
             request_id=f"{FIELD}/{number}",
             group_id=f"{FIELD}/{number}",
             input_ids=ids,
-            sampling=SamplingConfig(max_new_tokens=1),
+            sampling=SamplingConfig(max_new_tokens=1, top_logprobs=self._options.top_k),
             deadline_s=self._options.timeout_s,
             scores_prompt=True,
         )
-        response = await self._client.generate(request)
-        return response.prompt_logprobs
+        client = self._clients.get(source) or self._clients[""]
+        return await client.generate(request)
+
+    def _top(self, rows: Sequence[TopRow]) -> dict[str, bytes]:
+        """Return ids and logprobs of the teacher's `top_k` most probable tokens at each place."""
+        top_k = self._options.top_k
+        ids = array("i")
+        logprobs = array("f")
+        for row in rows:
+            pairs = [(logprob, token) for logprob, token, _ in row if logprob is not None]
+            pairs.sort(reverse=True)
+            pairs += [(-math.inf, -1)] * top_k
+            for logprob, token in pairs[:top_k]:
+                ids.append(token)
+                logprobs.append(logprob)
+        return {TOP_IDS: ids.tobytes(), TOP_LOGPROBS: logprobs.tobytes()}
 
 
-def with_scores(turn: TurnNode, scores: Sequence[float]) -> TurnNode:
-    """Return a turn with a score for each of its sampled tokens."""
-    finite_scores = [max(score, LOWEST) for score in scores]
-    extras = {**turn.extras, FIELD: pack("f", finite_scores)}
+def with_values(turn: TurnNode, values: Mapping[str, bytes]) -> TurnNode:
+    """Return a turn with further values of its sampled tokens."""
+    extras = {**turn.extras, **values}
     answer_digest = digest_of_answer(turn.ids, turn.logprobs, turn.versions, extras)
     return msgspec.structs.replace(turn, extras=extras, answer_digest=answer_digest)

@@ -18,8 +18,18 @@ def options_of(config: PPOConfig) -> DistillationConfig:
     return config.distillation
 
 
-def teacher_trial(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config of the teacher's trial."""
+def teacher_trials(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
+    """Return the config of each teacher's trial, by source; "" stands for all other sources."""
+    trials = dict[str, ExperimentConfig]()
+    folders = options_of(config.trainer.ppo).folders
+    for number, source in enumerate(folders):
+        name = f"{NAME}-{number}" if number else NAME
+        trials[source] = _trial(config, name, folders[source])
+    return trials
+
+
+def _trial(config: ExperimentConfig, name: str, folder: str) -> ExperimentConfig:
+    """Return the config of a teacher's trial."""
     ppo = config.trainer.ppo
     options = options_of(ppo)
     # The experts that a teacher chooses are not replayed.
@@ -31,9 +41,9 @@ def teacher_trial(config: ExperimentConfig) -> ExperimentConfig:
     )
     return replace(
         config,
-        trial_name=f"{config.trial_name}-{NAME}",
+        trial_name=f"{config.trial_name}-{name}",
         server_wait_s=max(config.server_wait_s, START_S),
-        model=replace(config.model, path=options.teacher or config.model.path),
+        model=replace(config.model, path=folder),
         llm_server=replace(config.llm_server, addresses=options.addresses),
         launcher=launcher,
         trainer=replace(config.trainer, ppo=replace(ppo, collector=collector)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from arealite.api.fields import Constraints, PublisherOptions, ServerOptions, opt
 
@@ -17,6 +17,9 @@ class EmbeddedServerConfig(ServerOptions):
     max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
     num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
+    quantization: Literal["none", "int8"] = opt(
+        "none", "int8: round the weights of layers, row by row; needs canary and self_check off"
+    )
     max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
 
     def supervise(

@@ -192,6 +192,7 @@ class EmbeddedServer(LLMServer):
                 return tokenizer.decode(ids, skip_special_tokens=skip_special)
 
         folder = os.path.abspath(os.path.expanduser(self.config.model.path))
+        quantization = self.config.llm_server.embedded.quantization
         return ServedModel(
             folder=folder,
             model_type=model.config.model_type,
@@ -200,6 +201,7 @@ class EmbeddedServer(LLMServer):
             context_length=self._context_length(model),
             eos_token_ids=frozenset(all_eos_ids - {None}),
             decode=decode,
+            quantization=quantization if quantization != "none" else None,
         )
 
     def _context_length(self, model: PreTrainedModel) -> int:

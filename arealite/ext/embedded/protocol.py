@@ -23,8 +23,8 @@ import numpy as np
 from arealite.ext.embedded.generation import (
     Generation,
     Int32,
-    SamplingParams,
     NonNegative,
+    SamplingParams,
     TopTokens,
 )
 
@@ -195,6 +195,7 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
+    quantization: str | None = None
     version: str = "default"
     """The version of the last complete update, which /model_info reports. An update that could not
     flush the cache changes only the engine's version."""

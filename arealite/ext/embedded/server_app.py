@@ -79,7 +79,11 @@ class App:
         self._is_shared = is_shared
         self._check = check
         if not is_shared:
-            self.weights = ServedWeights(engine.decoder.model, model.folder)
+            self.weights = ServedWeights(
+                engine.decoder.model,
+                model.folder,
+                quantizes=model.quantization is not None,
+            )
         self._groups: dict[str, GroupMember] = {}
 
     def make(self) -> web.Application:
@@ -379,6 +383,7 @@ class App:
             "tp_size": 1,
             "dp_size": 1,
             "dtype": self.dtype,
+            "quantization": self.model.quantization,
             "last_pause_s": self.engine.last_pause_s,
         }
 

@@ -16,6 +16,7 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import ModelTensors, read_headers, read_json, read_model
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
+from arealite.ext.embedded.quantization import matrix_names, round_rows
 from arealite.ext.embedded.served_adapters import DEFAULT, ServedAdapters, read_low_rank
 from arealite.ext.models.fast_linear import use_fast_linear
 from arealite.ext.models.text_model import check_layers
@@ -30,8 +31,15 @@ FLOATS = {*DTYPES.values(), torch.float64}
 class ServedWeights:
     """The tensors of a server's model under the names of its folder."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path | str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, folder: Path | str, *, quantizes: bool = False
+    ) -> None:
         """Read the headers of the folder that `model` was loaded from.
+
+        Args:
+            model: The model.
+            folder: Its folder.
+            quantizes: Whether weights of layers are rounded to int8, now and after each update.
 
         Raises:
             UserError: The folder has other tensors than the model.
@@ -45,6 +53,16 @@ class ServedWeights:
         self._expected = ModelTensors(shapes=shapes, owner="the model")
         self.is_base = True
         """Whether the tensors are those of the folder; else an update has replaced them."""
+        self._rounded = matrix_names(model) if quantizes else frozenset[str]()
+        for name in self._rounded:
+            round_rows(self.tensors[name])
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into the model."""
+        target = self.tensors[name]
+        target.copy_(tensor)
+        if name in self._rounded:
+            round_rows(target)
 
     def target(
         self,
@@ -156,7 +174,7 @@ def stage_tensors(
     def load() -> None:
         with torch.no_grad():
             for name, tensor in weights.names.to_model(named, parts):
-                weights.tensors[name].copy_(tensor)
+                weights.write(name, tensor)
 
     return load
 

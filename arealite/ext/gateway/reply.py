@@ -194,7 +194,18 @@ def choose_sampling(seat: "SessionSeat", request: ChatRequest, num_prompt: int) 
     if room < run_sampling.max_new_tokens:
         changes["max_new_tokens"] = room
         changes["min_new_tokens"] = min(room, run_sampling.min_new_tokens)
-    return replace(run_sampling, **changes) if changes else run_sampling
+    if not changes:
+        return run_sampling
+    sampling = replace(run_sampling, **changes)
+    is_known = sampling.top_logprobs >= sampling.smallest_known_top
+    if not (is_known or seat.agent.seat.is_eval):
+        raise ApiError(
+            400,
+            f"top_p={sampling.top_p:g} cannot be trained: set a larger "
+            "trainer.ppo.collector.sampling.top_logprobs, or remove top_p",
+            "unsupported_value",
+        )
+    return sampling
 
 
 def _changed_policy(

@@ -5,12 +5,13 @@ dtype of training. A server whose scores differ has other weights than it report
 """
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from arealite.api.engine import Sequence, TrainEngine
+from arealite.api.engine import Named, Sequence, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.publisher import Generate
 from arealite.base import log
@@ -25,6 +26,7 @@ from arealite.ext.self_check.difference_reasons import ROUNDING
 from arealite.ext.self_check.probe_rows import random_rows, room_of
 from arealite.ext.served_policy.proof_file import (
     ProofFile,
+    SentVersion,
     ServerProof,
     VersionScores,
 )
@@ -34,6 +36,7 @@ from arealite.ext.served_policy.scores import (
     Tolerance,
     read_scores,
 )
+from arealite.ext.served_policy.sent_weights import SentWeights
 from arealite.impl.trainer.rank_group import World
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import NameRegistry
@@ -103,6 +106,8 @@ class Canary:
         """The newest version that was scored here."""
         self._expected = dict[int, np.ndarray]()
         """The trainer's scores by version [T]: of the first version, and of the newest ones."""
+        self._fingerprint = ""
+        """Of the weights that were sent last."""
         self._tolerances = dict[str, Tolerance]()
         """By server; a restarted server keeps its own."""
         self._latest = dict[str, tuple[int, np.ndarray]]()
@@ -155,6 +160,20 @@ class Canary:
             seconds=round(seconds, 6),
         )
         self.file.append(line)
+
+    def fingerprinted(self, weights: Iterator[Named]) -> Iterator[Named]:
+        """Yield the weights, and note their fingerprint; see PolicyProof."""
+        sent = SentWeights()
+        for name, tensor in weights:
+            sent.add(name, tensor)
+            yield name, tensor
+        self._fingerprint = sent.fingerprint
+
+    def record(self, version: int) -> str:
+        """Return the fingerprint and the expected scores; see PolicyProof."""
+        expected_T = self._expected.get(version, np.zeros(0))
+        sent = SentVersion(fingerprint=self._fingerprint, scores=expected_T.tolist())
+        return msgspec.json.encode(sent).decode()
 
     # ------------------------------------------------------------ a server's scores
 

@@ -5,7 +5,7 @@ each version that it stages, and for each comparison. A version that is staged a
 roll-back, has a later line.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +46,15 @@ class ServerProof(msgspec.Struct, kw_only=True, tag="server"):
 
 
 Line = VersionScores | ServerProof
+
+
+class SentVersion(msgspec.Struct, kw_only=True):
+    """The ledger's record of a version."""
+
+    fingerprint: str
+    """Of the weights that were sent to the servers."""
+    scores: list[float]
+    """The trainer's scores."""
 
 
 class ProofFile:
@@ -105,3 +114,23 @@ def proof_notes(root: Path) -> list[str]:
     counts = f"{len(unproven)} in all"
     summary = f"served weights never proven at versions {versions} ({counts}; {last_reason})"
     return [*faults.values(), summary]
+
+
+def sent_notes(records: Mapping[int, str]) -> list[str]:
+    """Return a line about the weights of versions in the ledger; none without a canary.
+
+    Args:
+        records: `PolicyProof.record` by version, in ascending order.
+    """
+    sent = dict[int, SentVersion]()
+    for version, record in records.items():
+        with suppress(msgspec.MsgspecError):  # the audit reports changed rows
+            sent[version] = msgspec.json.decode(record, type=SentVersion)
+    if not sent:
+        return []
+    num_different = len({record.fingerprint for record in sent.values()})
+    newest = max(sent)
+    return [
+        f"weights sent: {len(sent)} versions, {num_different} different fingerprints; "
+        f"version {newest}: {sent[newest].fingerprint}"
+    ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import Generate
-from arealite.api.server_protocol import GenerateRequest, ServerAnswer
+from arealite.api.server_protocol import GenerateRequest, TopRow
 from arealite.ext.self_check.difference_reasons import (
     MARGINS,
     MIXTURE_MARGINS,
@@ -94,19 +94,17 @@ async def read_scores(generate: Generate, row: list[int], version: int | None) -
             raise NotComparable(f"it answered under version {answer.newest_version}")
     if not scored.prompt_logprobs:
         raise NotComparable(NO_SCORES)
+    sampled: TopRow = [(continued.logprobs[0], continued.output_ids[0], None)]
     return ServerScores(
         prompt_T=np.array(scored.prompt_logprobs, np.float64),
-        fresh_K=np.array(scored.prompt_top_logprobs),
-        cached_K=_next_logprobs(continued),
+        fresh_K=_highest(scored.prompt_top_tokens[-1:]),
+        cached_K=_highest((continued.top_tokens or [sampled])[:1]),
     )
 
 
-def _next_logprobs(answer: ServerAnswer) -> np.ndarray:
-    """Return the log-probabilities of the most probable next tokens, from the highest on [K]."""
-    logprobs = answer.logprobs[:1]
-    if answer.top_tokens:
-        first_row = answer.top_tokens[0]
-        logprobs = [logprob for logprob, _, _ in first_row if logprob is not None]
+def _highest(rows: list[TopRow]) -> np.ndarray:
+    """Return the log-probabilities of at most NUM_NEXT tokens, from the highest on [K]."""
+    logprobs = [logprob for row in rows for logprob, _, _ in row if logprob is not None]
     return np.sort(logprobs)[::-1][:NUM_NEXT]
 
 

@@ -138,7 +138,6 @@ class SGLangProtocol(ServerProtocol):
                 num_tokens = meta.completion_tokens
             is_whole_text = num_event_tokens == num_tokens
             _cut_earlier(body, num_before, num_tokens)
-        *_, last_top = [None, *meta.input_top_logprobs]
         finish = meta.finish_reason
         status = (finish and finish.status_code) or 0
         return ServerAnswer(
@@ -157,7 +156,7 @@ class SGLangProtocol(ServerProtocol):
             is_whole_text=is_whole_text,
             expert_ids=_expert_ids(meta.routed_experts),
             prompt_logprobs=_scores(meta.input_token_logprobs[1:]),
-            prompt_top_logprobs=_scores(last_top or []),
+            prompt_top_tokens=[row or [] for row in meta.input_top_logprobs[1:]],
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:

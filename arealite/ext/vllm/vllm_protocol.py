@@ -81,7 +81,6 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
     """A token at a place of the prompt: the token itself, or one of the most probable ones."""
 
     logprob: float
-    rank: int
 
 
 PromptPlace = dict[int, PromptLogprob]
@@ -164,8 +163,11 @@ class VLLMProtocol(ServerProtocol):
             num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
             expert_ids=_expert_ids(choice.routed_experts),
-            prompt_logprobs=[_first(place).logprob for place in places],
-            prompt_top_logprobs=_top_logprobs(places[-1]) if places else [],
+            prompt_logprobs=[next(iter(place.values())).logprob for place in places],
+            prompt_top_tokens=[
+                [(token.logprob, token_id, None) for token_id, token in place.items()]
+                for place in places
+            ],
         )
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
@@ -252,17 +254,6 @@ def _top_tokens(choice: OutputChoice) -> list[TopRow]:
         ]
         for token in content
     ]
-
-
-def _first(place: PromptPlace) -> PromptLogprob:
-    """Return the token of the prompt itself."""
-    return next(iter(place.values()))
-
-
-def _top_logprobs(place: PromptPlace) -> list[float]:
-    """Return the log-probabilities of the most probable tokens, from the highest on."""
-    ranked = sorted(place.values(), key=lambda token: token.rank)
-    return [token.logprob for token in ranked if token.rank <= len(ranked)]
 
 
 def _expert_ids(routed_experts: str | None) -> np.ndarray | None:

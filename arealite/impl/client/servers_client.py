@@ -20,6 +20,7 @@ from arealite.api.server_protocol import (
     AnswerStreamMaker,
     GenerateRequest,
     ServerAnswer,
+    TopRow,
 )
 from arealite.base import entries, log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
@@ -57,6 +58,7 @@ class GenerationState:
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_tokens: list[TopRow] = field(default_factory=list)
     interruptions: int = 0
     sent: int = 0
     failures: int = 0
@@ -87,6 +89,7 @@ class GenerationState:
             top_ids=self.top_ids,
             top_logprobs=self.top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            prompt_top_tokens=self.prompt_top_tokens,
         )
 
     def add_top(self, record: top_tokens.TopRecord) -> None:
@@ -372,6 +375,7 @@ class ServersClient(LLMClient):
         generation.versions += versions
         if generation.request.scores_prompt:
             generation.prompt_logprobs = answer_checks.prompt_logprobs(answer, generation.request)
+            generation.prompt_top_tokens = answer.prompt_top_tokens
         if self._experts is not None:
             routing = answer_checks.routing(answer, self._experts, generation.routed_tokens)
             generation.add_routing(routing, self._experts.token_bytes)

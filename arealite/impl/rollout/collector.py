@@ -260,6 +260,7 @@ class Collector:
                 episode_id=f"{lease.lease_id}/{member}",
                 min_version=lease.version,
                 sampling=sampling,
+                is_eval=is_eval,
                 recorded=recorded,
             )
             config = part.config.seats.get(name, self.config.agent)

@@ -68,7 +68,7 @@ class Trajectory:
     segments: Seq[Segment] = ()
     """The segment of each row."""
     num_truncated: int = 0
-    """Sampled tokens at which top_p, top_k or min_p limited the tokens to a recorded set."""
+    """Sampled tokens at which top_p, top_k, min_p or min_new_tokens excluded other tokens."""
     num_unknown: int = 0
     """Those of them whose set is not known, so that they are not in the loss."""
     is_scored: bool = True
@@ -334,10 +334,9 @@ def _make_trajectory(
         )
         if not trajectory.is_scored:
             row.loss_mask = np.zeros_like(row.loss_mask)
-        if num_top:
-            sets = add_top_tokens(row, segment, num_top)
-            trajectory.num_truncated += sets.num_truncated
-            trajectory.num_unknown += sets.num_unknown
+        sets = add_top_tokens(row, segment, num_top)
+        trajectory.num_truncated += sets.num_truncated
+        trajectory.num_unknown += sets.num_unknown
     return trajectory
 
 

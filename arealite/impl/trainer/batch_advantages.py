@@ -171,7 +171,8 @@ def with_gradient(
 ) -> set[int]:
     """Return the indices of scored trajectories with a gradient, from advantage or other terms."""
     has_kl_loss = config.kl.coef > 0 and config.kl.place == "loss"
-    if has_kl_loss or config.loss.entropy_coef or config.advantage.has_critic:
+    changes_loss = entries.results(entries.hooks("loss_change"), config)
+    if has_kl_loss or changes_loss or config.loss.entropy_coef or config.advantage.has_critic:
         return {i for i, header in enumerate(batch.headers) if header.reward is not None}
     local_largest = [float(np.abs(advantage).max()) for advantage in advantages]
     largest = _from_all_ranks(batch, world, local_largest)

@@ -51,6 +51,8 @@ class PPOTrainer(BaseTrainer):
         self.critic = self.components.critic
         self.engine.replays_routing = self.ppo.collector.routing == "replay"
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
+        for change in entries.results(entries.hooks("loss_change"), self.ppo):
+            self.loss_fn = change(self.loss_fn)
         self.value_loss_fn = make_value_loss(self.ppo.critic)
         self.links: list[TrainerLink] = []
         self.link = self.open_link()
@@ -233,7 +235,7 @@ class PPOTrainer(BaseTrainer):
         for check in self.components.after_first_publish:
             check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
-            self.link.report(messages.Published(version=version))
+            self.report_published(self.link, version)
 
     def log(self, step: int) -> None:
         """Write the step's metrics; `time/step_s` is the time since the previous call."""
@@ -333,8 +335,9 @@ class PPOTrainer(BaseTrainer):
 
         Where adapters are trained, and all servers can load them alone, no other weights are sent.
         """
-        if self.components.proof is not None:
-            self.components.proof.expect(version)
+        proof = self.components.proof
+        if proof is not None:
+            proof.expect(version)
         publisher = self.publisher
         on_device = publisher is not None and publisher.takes_device_tensors
         is_needed = True
@@ -344,6 +347,8 @@ class PPOTrainer(BaseTrainer):
                 weights = self.engine.stream_adapter()
             else:
                 weights = self.engine.stream_weights(on_device=on_device)
+            if proof is not None:
+                weights = proof.fingerprinted(weights)
             if publisher is None:
                 deque(weights, maxlen=0)  # other ranks only take part in gathering
                 is_needed_here = False
@@ -357,8 +362,14 @@ class PPOTrainer(BaseTrainer):
         """Send the staged weights to the servers; report it over this thread's `link`."""
         assert self.publisher is not None, "only rank 0 publishes"
         report = self.publisher.push(version)
-        link.report(messages.Published(version=version))
+        self.report_published(link, version)
         return report
+
+    def report_published(self, link: TrainerLink, version: int) -> None:
+        """Report that all servers have a version, with the record of its weights."""
+        proof = self.components.proof
+        record = proof.record(version) if proof is not None else ""
+        link.report(messages.Published(version=version, proof=record))
 
     def join_publish(self) -> None:
         """Wait for a publish that runs in another thread; no-op in synchronous training."""

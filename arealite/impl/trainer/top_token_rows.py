@@ -34,7 +34,7 @@ def num_recorded(segment: Segment) -> int:
 def add_top_tokens(row: Sequence, segment: Segment, num_top: int) -> KeptSets:
     """Add the `num_top` most probable tokens to a row; mask tokens whose set is not known.
 
-    All rows of a batch get as many, so that an engine can join them.
+    All rows of a batch get as many, so that an engine can join them; with 0, none.
     """
     num_tokens = len(row.tokens)
     top_ids_TK = np.full((num_tokens, num_top), -1, np.int32)
@@ -43,15 +43,17 @@ def add_top_tokens(row: Sequence, segment: Segment, num_top: int) -> KeptSets:
     for turn in segment.turns:
         span = slice(turn.start, turn.start + turn.length)
         extras = turn.node.extras
-        is_truncated_T[span] = "truncated" in extras
+        if "truncated" in extras:
+            is_truncated_T[span] = np.frombuffer(extras["truncated"], np.uint8) > 0
         if turn.length and "top_ids" in extras:
             ids_NK = np.frombuffer(extras["top_ids"], "<i4").reshape(turn.length, -1)
             logprobs = np.frombuffer(extras["top_logprobs"], "<f4")
             width = ids_NK.shape[1]
             top_ids_TK[span, :width] = ids_NK
             top_logprobs_TK[span, :width] = logprobs.reshape(ids_NK.shape)
-    row.top_ids = top_ids_TK
-    row.fields["behav_top_logprobs"] = top_logprobs_TK
+    if num_top:
+        row.top_ids = top_ids_TK
+        row.fields["behav_top_logprobs"] = top_logprobs_TK
     if not is_truncated_T.any():
         return KeptSets(0, 0)
     row.is_truncated = is_truncated_T

@@ -272,7 +272,7 @@ class Ledger:
         self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_valid}", mark)
 
     def add_version(self, version: int, proof: str) -> None:
-        """Write a published version, with the proof that the servers have it; "" without one."""
+        """Write a published version, with the record of its weights; "" without one."""
         self._put("INSERT OR REPLACE INTO versions VALUES (?, ?)", version, proof or None)
 
     def clear_planned_steps(self) -> None:

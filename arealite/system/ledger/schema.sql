@@ -37,7 +37,7 @@ CREATE VIEW payloads AS
     (SELECT tokens FROM prompts p WHERE p.group_id = t.group_id AND digest = prompt), X''
   ) AS prompt_tokens
   FROM trajectories t;
--- Published versions of the weights; proof = proof that the servers have it, or NULL.
+-- Published versions of the weights; proof = record of what was sent (PolicyProof.record), or NULL.
 CREATE TABLE versions (version INTEGER PRIMARY KEY, proof TEXT);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
 CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);

@@ -8,29 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.experiment_config import ExperimentConfig
-from arealite.api.hooks import RunFacts
 from arealite.base.errors import UserError
-from arealite.ext.distillation.config import DistillationConfig
 from arealite.ext.distillation.run_checks import check_run
-from tests.fakes.experiment import experiment
+from tests.ext.distillation.teachers import FACTS, run_of
 from tests.models import tiny_model
-
-FACTS = RunFacts(model={}, shapes={}, free_bytes=0)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("policy") / "model")
-
-
-def run_of(policy: Path, teacher: Path, **options) -> ExperimentConfig:
-    config = experiment()
-    ppo = replace(
-        config.trainer.ppo, distillation=DistillationConfig(teacher=str(teacher), **options)
-    )
-    trainer = replace(config.trainer, ppo=ppo)
-    return replace(config, model=replace(config.model, path=str(policy)), trainer=trainer)
 
 
 def test_larger_model_with_the_same_tokens_may_teach(policy: Path, tmp_path: Path) -> None:
@@ -40,7 +26,7 @@ def test_larger_model_with_the_same_tokens_may_teach(policy: Path, tmp_path: Pat
 
 def test_another_number_of_tokens_is_refused(policy: Path, tmp_path: Path) -> None:
     teacher = tiny_model(tmp_path / "teacher", vocab_size=80)
-    with pytest.raises(UserError, match="has 80 tokens, and the policy has 64"):
+    with pytest.raises(UserError, match=r"has 80 token ids, but model\.path has 64"):
         check_run(run_of(policy, teacher), FACTS)
 
 

@@ -3,82 +3,32 @@
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import ClassVar
 
-import msgspec
 import numpy as np
 import pytest
 
-from arealite.api.llm import LLMRequest, LLMResponse, clients
+from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.trainer import PPOConfig
 from arealite.base.errors import ServerUnavailable
-from arealite.ext.distillation.config import DistillationConfig
 from arealite.ext.distillation.teacher_advantages import with_teacher
 from arealite.ext.distillation.teacher_scores import FIELD, LOWEST, Scorer
-from arealite.impl.rollout.collector import Collector
 from arealite.impl.trainer.batch import make_train_batch
 from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.system.ledger.payload_checks import decode_checked
+from tests.ext.distillation.teachers import (
+    OPTIONS,
+    Alone,
+    TeacherClient,
+    collector,
+    distilled,
+    replace_logprobs,
+    score,
+)
 from tests.fakes.client import ScriptedClient, response
-from tests.fakes.experiment import experiment, lease, tokenizer
+from tests.fakes.experiment import experiment, lease
 from tests.impl.rollout import worlds  # registers the environments
 from tests.impl.trainer.trajectories import batch
-
-OPTIONS = DistillationConfig(teacher="/teacher")
-
-
-def score(ids: list[int], place: int) -> float:
-    """Return the fake teacher's logprob of a token: it depends on place and prefix."""
-    return -math.log(2 + ids[place] + 0.1 * place + 0.01 * sum(ids[:place]))
-
-
-def teacher(request: LLMRequest) -> LLMResponse:
-    assert request.scores_prompt
-    ids = request.input_ids
-    answer = response([1])
-    return replace_logprobs(answer, [score(ids, place) for place in range(1, len(ids))])
-
-
-def replace_logprobs(answer: LLMResponse, logprobs: list[float]) -> LLMResponse:
-    return msgspec.structs.replace(answer, prompt_logprobs=logprobs)
-
-
-class TeacherClient(ScriptedClient):
-    """The client that the registry gives for the teacher's trial."""
-
-    trials: ClassVar[list[str]] = []
-
-    def __init__(self, args, config) -> None:
-        super().__init__(teacher)
-        self.trials.append(args.trial_name)
-
-
-clients.register("fake_teacher")(TeacherClient)
-
-
-def distilled(env: str = "world", **options):
-    """Return a config with the fake teacher."""
-    config = experiment(env)
-    ppo = config.trainer.ppo
-    client = replace(ppo.collector.client, type="fake_teacher")
-    ppo = replace(
-        ppo,
-        collector=replace(ppo.collector, client=client),
-        distillation=replace(OPTIONS, **options),
-    )
-    return replace(config, trainer=replace(config.trainer, ppo=ppo))
-
-
-@asynccontextmanager
-async def collector(config, script):
-    made = Collector(config, ScriptedClient(script), tokenizer())
-    await made.setup()
-    try:
-        yield made
-    finally:
-        await made.close()
 
 
 async def test_each_sampled_token_gets_the_score_of_its_place() -> None:
@@ -104,7 +54,7 @@ async def test_held_out_episodes_are_not_scored() -> None:
 async def test_episode_fails_if_the_teacher_does_not_answer() -> None:
     async with collector(distilled(), lambda request: response([10])) as made:
         (change,) = made._tree_changes
-        change.__self__._client.script = lambda request: ServerUnavailable("no teacher")
+        change.__self__._clients[""].script = lambda request: ServerUnavailable("no teacher")
         episode, payloads = await made.run(lease(7), 0)
     assert episode.failure is not None and "no teacher" in episode.failure.detail
     assert not payloads
@@ -117,15 +67,8 @@ async def test_impossible_tokens_get_the_lowest_score() -> None:
     async with collector(experiment("world"), lambda request: response([10])) as made:
         episode, payloads = await made.run(lease(7), 0)
     tree, _ = decode_checked(episode.headers[0], payloads[0])
-    scored = await Scorer(ScriptedClient(never), OPTIONS).add_scores(lease(7).task, tree)
+    scored = await Scorer({"": ScriptedClient(never)}, OPTIONS).add_scores(lease(7).task, tree)
     assert np.frombuffer(scored.turns[0].extras[FIELD], "<f4").tolist() == [LOWEST]
-
-
-class Alone:
-    """One rank."""
-
-    def add(self, numbers: np.ndarray) -> np.ndarray:
-        return numbers
 
 
 async def test_scores_reach_the_advantages_through_the_payload() -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from arealite.api.engine import Named
 from arealite.api.publisher import Generate, PublishReport
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.ext.distributed.config import DistributedPublisherConfig
@@ -226,6 +227,12 @@ class Refuting:
 
     def expect(self, version: int) -> None:
         pass
+
+    def fingerprinted(self, weights: Iterator[Named]) -> Iterator[Named]:
+        return weights
+
+    def record(self, version: int) -> str:
+        return ""
 
     async def fault(self, server_id: str, version: int, generate: Generate) -> str:
         self.asked.append(server_id)

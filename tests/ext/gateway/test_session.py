@@ -219,6 +219,11 @@ async def test_sampling_is_that_of_the_run_unless_requests_may_choose(
         assert served.client.requests[-1].sampling.temperature == 0.2
         status, _ = await served.send(session.endpoint.api_key, chat(temperature=0))
         assert status == 400
+        status, refusal = await served.send(session.endpoint.api_key, chat(top_p=0.9))
+        assert status == 400 and "larger trainer.ppo.collector.sampling.top_log" in str(refusal)
+        recorded = served.open(top_logprobs=5)
+        await served.ask(recorded, top_p=0.9)
+        assert served.client.requests[-1].sampling.top_p == 0.9
 
 
 async def test_close_cancels_generations_and_answers_with_410(served: Served) -> None:

@@ -60,6 +60,8 @@ class Run:
         self.publisher: DiskPublisher
         self.canary: Canary
         self.file = ProofFile(run_paths(self.config).root)
+        self.records = dict[int, str]()
+        """The ledger's record of each version."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Run]:
@@ -82,8 +84,11 @@ class Run:
 
     def _publish(self, version: int) -> PublishReport:
         self.canary.expect(version)
-        self.publisher.stage(version, self.engine.stream_weights())
-        return self.publisher.push(version)
+        weights = self.canary.fingerprinted(self.engine.stream_weights())
+        self.publisher.stage(version, weights)
+        report = self.publisher.push(version)
+        self.records[version] = self.canary.record(version)
+        return report
 
     @torch.no_grad()
     def train(self, size: float = 0.02, seed: int = 0) -> None:

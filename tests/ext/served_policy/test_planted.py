@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import InvariantError
+from arealite.ext.served_policy.proof_file import sent_notes
 from tests.ext.served_policy.plants import (
     FAULTS,
     Fault,
@@ -66,3 +67,6 @@ async def test_no_ordinary_publish_raises_an_alarm(tmp_path: Path, family: str, 
         proofs = run.proofs()
         assert len(proofs) == PUBLISHES
         assert all(proof.is_proven for proof in proofs), proofs
+        (note,) = sent_notes(run.records)
+        count = f"{PUBLISHES} versions, {PUBLISHES} different fingerprints"
+        assert note.startswith(f"weights sent: {count}; version {PUBLISHES - 1}: ")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,15 +13,19 @@ import pytest
 from structlog.testing import capture_logs
 
 from arealite.api.engine import Sequence
+from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
 from arealite.api.experiment_config import run_paths
+from arealite.api.llm_server import ExternalServersConfig
 from arealite.base.errors import InvariantError
+from arealite.ext.external.external_servers import ExternalServers
 from arealite.ext.served_policy.canary import Canary
 from arealite.ext.served_policy.proof_file import ProofFile, ServerProof, proof_notes
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.rank_group import World
-from tests.fakes.scores import prompt_scores
+from tests.fakes.scores import prompt_scores, weights_of
 from tests.fakes.scripted_server import ScriptedServer
+from tests.fakes.weight_faults import FAULTS, ignores_loads, loads
 from tests.impl.publisher.sites import Site, publishing, servers
 from tests.waiting import eventually
 
@@ -30,7 +36,8 @@ class ScoredEngine:
     version = 0
 
     def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
-        scores = [prompt_scores(str(self.version), row.tokens.tolist()) for row in rows]
+        weights = weights_of(str(self.version))
+        scores = [prompt_scores(weights, row.tokens.tolist()) for row in rows]
         return {"logprobs": [np.array([0.0, *row]) for row in scores]}
 
 
@@ -45,6 +52,10 @@ class Publishing:
         site = self.site
         if site.publisher is None:
             config = publishing(site.tmp_path, site.tmp_path / "model", timeout_s=60.0)
+            ppo = config.trainer.ppo
+            engine_options = TrainEngineConfig(fsdp=FSDPConfig(dtype="float32"))
+            ppo = replace(ppo, engine=engine_options)
+            config = replace(config, trainer=replace(config.trainer, ppo=ppo))
             engine = cast(Any, self.engine)
             site.publisher = DiskPublisher(config, engine)
             site.publisher.proof = Canary(config, engine, World())
@@ -77,10 +88,52 @@ async def test_honest_server_is_proven_at_each_version(publishing_site: Publishi
 async def test_server_that_ignores_loads_stops_the_run(publishing_site: Publishing) -> None:
     async with servers(publishing_site.site, 1) as (server,):
         await publishing_site.publish(0)
-        server.ignores_loads = True
+        server.weights_after = ignores_loads
         with pytest.raises(InvariantError, match="old weights: the scores equal version 0's"):
             await publishing_site.publish(1)
         assert server.version == "-1"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_planted_fault_stops_the_run_at_its_first_version(
+    publishing_site: Publishing, name: str
+) -> None:
+    fault, reason = FAULTS[name]
+    async with servers(publishing_site.site, 1) as (server,):
+        for version in range(2):
+            await publishing_site.publish(version)
+        server.weights_after = fault
+        with pytest.raises(InvariantError, match=reason):
+            await publishing_site.publish(2)
+        *earlier, first, second = publishing_site.proofs()
+        assert [proof.is_proven for proof in earlier] == [True, True]
+        assert first.fault == second.fault
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_planted_fault_of_an_external_server_stops_the_run(
+    publishing_site: Publishing, name: str
+) -> None:
+    fault, reason = FAULTS[name]
+    site = publishing_site.site
+    model = {"vocab_size": 320, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (site.tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    async with site.server_kind() as server:
+        address = server.url.removeprefix("http://")
+        config = publishing(site.tmp_path, site.tmp_path / "model")
+        config = replace(config, llm_server=ExternalServersConfig(addresses=[address]))
+        external = asyncio.create_task(ExternalServers(config).run())
+        try:
+            for version in range(2):
+                await publishing_site.publish(version)
+            server.weights_after = fault
+            with pytest.raises(InvariantError, match=reason):
+                await publishing_site.publish(2)
+        finally:
+            external.cancel()
+            await asyncio.wait([external])
+        proven = [proof.version for proof in publishing_site.proofs() if proof.is_proven]
+        assert proven == [0, 1]
 
 
 async def test_one_of_two_servers_that_ignores_loads_is_quarantined(
@@ -88,11 +141,11 @@ async def test_one_of_two_servers_that_ignores_loads_is_quarantined(
 ) -> None:
     async with servers(publishing_site.site, 2) as (first, second):
         await publishing_site.publish(0)
-        second.ignores_loads = True
+        second.weights_after = ignores_loads
         await publishing_site.publish(1)
         assert publishing_site.site.quarantined() == ["s1"]
         assert first.version == "1"
-        second.ignores_loads = False
+        second.weights_after = loads
         await publishing_site.publish(2)
         await eventually(lambda: second.version == "2", "its update")
         await eventually(lambda: not publishing_site.site.quarantined(), "its proof")
@@ -124,7 +177,7 @@ async def test_late_proof_of_a_busy_server_stops_the_run(
 ) -> None:
     async with servers(publishing_site.site, 1) as (server,):
         await publishing_site.publish(0)
-        server.ignores_loads = True
+        server.weights_after = ignores_loads
         server.hold_after = 0
         monkeypatch.setattr(base, "LATER_PROOF_S", 0.0)
         await publishing_site.publish(1)

@@ -19,6 +19,9 @@ from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.publisher import PublishReport
+from arealite.ext.distillation.config import DistillationConfig
+from arealite.ext.distillation.teacher_scores import TOP_LOGPROBS
+from arealite.ext.distillation.token_divergence import with_divergence
 from arealite.ext.offline.supervised import PAIR_STATS, SFTTrainer
 from arealite.ext.step_metrics.token_metrics import token_metrics
 from arealite.ext.step_metrics.trajectory_metrics import trajectory_metrics
@@ -61,6 +64,9 @@ def of_trajectories() -> Iterator[str]:
     yield from metrics.Stopwatch().lap()
 
 
+TEACHER = DistillationConfig(teacher="/teacher", top_k=3)
+
+
 def of_updates() -> Iterator[str]:
     fields = "prox_logprobs behav_logprobs ref_logprobs advantages loss_weight keep values returns"
     zeros = torch.zeros(2)
@@ -71,13 +77,14 @@ def of_updates() -> Iterator[str]:
         # Without weights, or with equal returns, nothing is measured.
         fields=dict.fromkeys(fields.split(), zeros)
         | {"loss_weight": torch.ones(2), "returns": torch.arange(2.0)}
-        | {"behav_top_logprobs": top},
+        | {"behav_top_logprobs": top, TOP_LOGPROBS: top},
     )
     in_loss, engine = KLConfig(coef=1.0, place="loss"), dict.fromkeys(metrics.ENGINE, 1.0)
     critic = make_value_loss(CriticConfig(value_clip=0.2))(batch)[1] | engine
     for how in ("truncate", "mask"):
         config = LossConfig(behav_weight=how, behav_weight_cap=2.0, centering=True)
-        stats = make_policy_loss(config, in_loss)(batch)[1] | engine
+        loss = with_divergence(TEACHER, make_policy_loss(config, in_loss))
+        stats = loss(batch)[1] | engine
         for name, value in critic.items():
             if not name.startswith("routing_"):  # a critic replays no routing
                 stats[f"critic/{name}"] = value

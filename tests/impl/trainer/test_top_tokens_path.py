@@ -32,6 +32,8 @@ from tests.models import tiny_model
 from tests.payloads import change_turn
 
 NUM_TOP = 8
+VOCAB = 64
+ENDS = [2, 7]
 
 
 class Talker(Agent):
@@ -135,14 +137,57 @@ async def test_tokens_whose_set_is_unknown_are_not_trained(tmp_path: Path) -> No
     assert token_metrics(*token_sums(batch))["mismatch/unknown_set_frac"] == 1.0
 
 
-async def test_without_top_logprobs_nothing_is_stored(tmp_path: Path) -> None:
+async def test_truncated_tokens_without_top_logprobs_are_not_trained(tmp_path: Path) -> None:
+    """A run of this kind is refused; an agent may choose such sampling for one request."""
     _, header, payload, config = await play(tmp_path, SamplingConfig(max_new_tokens=12, top_k=5))
+    batch = rows_of(header, payload, config)
+    for row in batch.rows:
+        assert row.top_ids is None and "behav_top_logprobs" not in row.fields
+        assert not row.loss_mask.any()
+    assert token_metrics(*token_sums(batch))["mismatch/unknown_set_frac"] == 1.0
+
+
+async def test_without_top_logprobs_nothing_is_stored(tmp_path: Path) -> None:
+    _, header, payload, config = await play(tmp_path, SamplingConfig(max_new_tokens=12))
     batch = rows_of(header, payload, config)
     for row in batch.rows:
         assert (row.top_ids, row.is_truncated) == (None, None)
         assert row.loss_mask.any() and "behav_top_logprobs" not in row.fields
     assert "mismatch/unknown_set_frac" not in token_metrics(*token_sums(batch))
     assert all(not turn.extras for turn in TrajectoryTree.decode(payload).turns)
+
+
+@pytest.mark.parametrize("pause_mode", ["", "abort", "retract"])
+@pytest.mark.parametrize("num_top", [NUM_TOP, VOCAB])
+async def test_first_min_new_tokens_are_trained_where_all_but_end_tokens_are_recorded(
+    tmp_path: Path, num_top: int, pause_mode: str
+) -> None:
+    sampling = SamplingConfig(
+        max_new_tokens=12, min_new_tokens=5, stop_token_ids=ENDS[1:], top_logprobs=num_top
+    )
+    _, header, payload, config = await play(tmp_path, sampling, pause_mode=pause_mode)
+    batch = rows_of(header, payload, config)
+    model = load_model(config.model.path, dtype="float32", device="cpu")[0]
+    num_first = 0
+    for row, segment in zip(batch.rows, batch.local[0].segments, strict=True):
+        assert row.is_truncated is not None and row.top_ids is not None
+        logits_TV = model(torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0]
+        for turn in segment.turns:
+            first = slice(turn.start, turn.start + min(5, turn.length))
+            later = slice(first.stop, turn.start + turn.length)
+            num_first += min(5, turn.length)
+            assert row.is_truncated[first].all() and not row.is_truncated[later].any()
+            assert row.loss_mask[later].all()
+            assert row.loss_mask[first].all() == (num_top == VOCAB)
+            assert not np.isin(row.top_ids[first], ENDS).any()
+            logits_NV = logits_TV[first.start - 1 : first.stop - 1].detach().double()
+            logits_NV[:, ENDS] = -np.inf
+            exact_NV = logits_NV.log_softmax(-1).numpy()
+            sampled_N = exact_NV[np.arange(len(exact_NV)), row.tokens[first]]
+            np.testing.assert_allclose(row.fields["behav_logprobs"][first], sampled_N, atol=1e-5)
+    unknown = token_metrics(*token_sums(batch))["mismatch/unknown_set_frac"]
+    assert unknown == (0.0 if num_top == VOCAB else 1.0)
+    assert batch.local[0].num_truncated == num_first
 
 
 async def test_stored_rows_are_checked_and_take_8_bytes_each(tmp_path: Path) -> None:
