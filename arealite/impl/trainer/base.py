@@ -7,6 +7,7 @@ no implementation, so tests can pass other components.
 import os
 import signal
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -173,6 +174,36 @@ def make_engine(
         head=head,
         **adapter_option,
     )
+
+
+def stage_weights(
+    engine: TrainEngine,
+    publisher: WeightPublisher | None,
+    proof: PolicyProof | None,
+    world: World,
+    version: int,
+) -> None:
+    """Stream the weights to the publisher, on all ranks; repeat while it needs them.
+
+    Args:
+        engine: The policy.
+        publisher: None except on rank 0.
+        proof: See Components.
+        world: The ranks.
+        version: The version of the weights.
+    """
+    if proof is not None:
+        proof.expect(version)
+    on_device = publisher is not None and publisher.takes_device_tensors
+    is_needed = True
+    while is_needed:
+        weights = engine.stream_weights(on_device=on_device)
+        if publisher is not None:
+            is_needed_here = publisher.stage(version, weights)
+        else:
+            deque(weights, maxlen=0)  # other ranks only take part in gathering
+            is_needed_here = False
+        is_needed = world.any(is_needed_here)
 
 
 ByFolder = Mapping[str, TrainEngine]
