@@ -22,8 +22,8 @@ class Call(Generic[T]):
         self._begin_wait()
         try:
             return (yield from asyncio.wrap_future(self._future).__await__())
-        except Exception as error:
-            self._calls.mark_seen(error)
+        except BaseException as error:
+            self._end_wait(error)
             raise
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -38,9 +38,8 @@ class Call(Generic[T]):
         self._begin_wait()
         try:
             return self._future.result(timeout_s)
-        except Exception as error:
-            if self._future.done():
-                self._calls.mark_seen(error)
+        except BaseException as error:
+            self._end_wait(error)
             raise
 
     def done(self) -> bool:
@@ -55,6 +54,16 @@ class Call(Generic[T]):
         self._is_awaited = True
         if not self._future.done():
             self._calls.check()
+
+    def _end_wait(self, error: BaseException) -> None:
+        """Note that the user has seen a failure, and that nobody waits now."""
+        self._calls.mark_seen(error)
+        self._is_awaited = False
+        if not self._future.done() or self._future.cancelled():
+            return
+        own_error = self._future.exception()
+        if own_error is not None and own_error is not error:  # the wait was given up
+            self._calls.add_failure(own_error)
 
     def _on_end(self, future: Future[T]) -> None:
         if self._is_awaited or future.cancelled():

@@ -37,17 +37,24 @@ class Policy:
             is_alone=True,
         )
         self._resources.callback(self._world.destroy)
-        training = Training(optimizer=ppo.optimizer, lr=ppo.lr, total_updates=ppo.total_steps)
+        num_updates = ppo.total_steps * ppo.updates * ppo.epochs
+        training = Training(optimizer=ppo.optimizer, lr=ppo.lr, total_updates=num_updates)
         self.engine = make_engine(config, training=training)
         self.engine.replays_routing = ppo.collector.routing == "replay"
         self._reference: TrainEngine | None = None
         if ppo.engine.fsdp.lora.rank or config.model.adapter:  # before an update: it costs nothing
-            self._reference = make_reference(config, self.engine, None)
+            self._reference = self._make_reference()
         publisher = publishers.get(ppo.publisher.type)(config, self.engine)
         self._resources.callback(publisher.close)
         makers = entries.hooks("policy_proof")
         publisher.proof = entries.first_result(makers, config, self.engine, self._world)
         self._publisher = publisher
+
+    def _make_reference(self) -> TrainEngine:
+        """Return the frozen policy of a KL penalty: `kl.reference`, or the initial model."""
+        path = self._config.trainer.ppo.kl.reference
+        folder = None if path == "initial" else path
+        return make_reference(self._config, self.engine, folder)
 
     def close(self) -> None:
         """Close the publisher, and destroy the process group."""
@@ -76,7 +83,7 @@ class Policy:
         weighted = weighted_rows(rows, loss, max_tokens=max_tokens)
         if loss.needs_reference:
             if self._reference is None:
-                self._reference = make_reference(self._config, self.engine, None)
+                self._reference = self._make_reference()
             references = self._reference.forward(weighted)["logprobs"]
             for row, logprobs_T in zip(weighted, references, strict=True):
                 row.fields["ref_logprobs"] = logprobs_T

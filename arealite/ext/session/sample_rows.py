@@ -5,7 +5,7 @@ Shape letters: T = tokens of prompt and answer, N = sampled tokens, R = bytes of
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,8 @@ NO_RECORD = 255
 class Sample:
     """One answer, with the exact tokens that a server sampled. The three lists have one length."""
 
+    prompt: PromptInput
+    """The prompt, as it was passed to `sample`."""
     prompt_ids: list[int] = field(repr=False)
     """Token ids of the prompt."""
     output_ids: list[int] = field(repr=False)
@@ -105,8 +107,18 @@ def make_rows(
     return rows
 
 
-def prompt_ids(prompts: PromptInput | Seq[PromptInput], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of each prompt; of one prompt, if `prompts` is one.
+class TokenizedPrompt(NamedTuple):
+    """A prompt of the user, and its tokens."""
+
+    prompt: PromptInput
+    ids: list[int]
+
+
+def tokenized(
+    prompts: PromptInput | Seq[PromptInput],
+    tokenizer: Tokenizer,
+) -> list[TokenizedPrompt]:
+    """Return each prompt with its tokens; one prompt, if `prompts` is one.
 
     Raises:
         UserError: There is no prompt, a prompt is of another type or has no token, or chat messages
@@ -116,7 +128,7 @@ def prompt_ids(prompts: PromptInput | Seq[PromptInput], tokenizer: Tokenizer) ->
         raise UserError("sample: there are no prompts. Pass a text, token ids or chat messages.")
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int | dict)
     list_of_prompts: Any = [prompts] if is_one else prompts
-    ids_of_prompts = list[list[int]]()
+    tokenized_prompts = list[TokenizedPrompt]()
     for index, prompt in enumerate(list_of_prompts):
         ids = _ids_of(prompt, tokenizer)
         if not ids or not all(isinstance(token, int) for token in ids):
@@ -124,8 +136,8 @@ def prompt_ids(prompts: PromptInput | Seq[PromptInput], tokenizer: Tokenizer) ->
                 f"sample: prompt {index} is {prompt!r:.60}. "
                 "Pass a text, a list of token ids, or a list of chat messages; none may be empty."
             )
-        ids_of_prompts.append(ids)
-    return ids_of_prompts
+        tokenized_prompts.append(TokenizedPrompt(prompt, ids))
+    return tokenized_prompts
 
 
 def _ids_of(prompt: Any, tokenizer: Tokenizer) -> list[int]:

@@ -16,7 +16,7 @@ from arealite.api.tokenizer import Tokenizer
 from arealite.base.errors import RoleError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
-from arealite.ext.session.sample_rows import Sample
+from arealite.ext.session.sample_rows import Sample, TokenizedPrompt
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
 from arealite.system.names.name_registry import NameRegistry, with_externals
@@ -46,12 +46,13 @@ class SamplingThread:
         self._tokenizer = tokenizer
         self._logs = run_paths(config).logs
         self._client: LLMClient
-        self._stop = asyncio.Event()
+        self._is_closing = False
+        self._main_task: asyncio.Task[Any] | None = None
         self.ready: Future[None] = Future()
         """Resolves when all servers that the session starts, or one other server, are registered;
         with an error if a server cannot be started, or if there is none in time."""
         self.is_lost = False
-        """Whether the servers have ended before `close`."""
+        """Whether the servers have ended, or are about to, without `close`."""
         self._on_lost = on_lost
         self._groups = itertools.count()
         self._samplings = set[asyncio.Task[Any]]()
@@ -59,21 +60,20 @@ class SamplingThread:
         self._thread.ended.add_done_callback(self._on_end)
 
     def check(self) -> None:
-        """Raise the error that has ended the servers, if there is one."""
-        ended = self._thread.ended
-        if ended.done() and not self._stop.is_set():
-            ended.result()
+        """Raise the error that has ended the servers, if they have ended."""
+        if self.is_lost:
+            self._thread.ended.result()
 
     def _on_end(self, ended: Future[None]) -> None:
-        self.is_lost = not self._stop.is_set()
+        error = ended.exception()
         if not self.ready.done():
-            self.ready.set_exception(ended.exception() or RoleError("the servers have ended."))
+            self.ready.set_exception(error or RoleError("the session was closed at its start."))
         if self.is_lost:
             self._on_lost()
 
     def submit(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[TokenizedPrompt],
         sampling: SamplingConfig,
         *,
         num_samples: int,
@@ -85,11 +85,19 @@ class SamplingThread:
 
     def close(self) -> None:
         """Abort open requests, and end the servers that the session started."""
-        self._thread.stop(self._stop.set, CLOSE_S)
+        self._is_closing = True
+        self._thread.stop(self._cancel, CLOSE_S)
+
+    def _cancel(self) -> None:
+        if self._main_task is not None:
+            self._main_task.cancel()
 
     # ------------------------------------------------------------ in the thread
 
     async def _main(self) -> None:
+        self._main_task = asyncio.current_task()
+        if self._is_closing:
+            return
         num_servers = self._config.launcher.llm_servers
         file = configs.write_server(self._config, run_paths(self._config).root)
         async with own_servers(num_servers, file):
@@ -108,15 +116,15 @@ class SamplingThread:
             )
             if not self.ready.done():  # or the user has given up
                 self.ready.set_result(None)
-            await self._stop.wait()
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
         finally:
-            self.is_lost = not self._stop.is_set()
+            self.is_lost = not self._is_closing
             await cancel_all(self._samplings)
             await self._client.close()
 
     async def _sample(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[TokenizedPrompt],
         sampling: SamplingConfig,
         num_samples: int,
         min_version: int,
@@ -128,17 +136,17 @@ class SamplingThread:
         generations = list[asyncio.Task[Sample]]()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for prompt_ids in prompts:
+                for prompt in prompts:
                     group = f"group-{next(self._groups)}"
                     for member in range(num_samples):
                         request = LLMRequest(
                             request_id=f"{group}/{member}",
                             group_id=group,
-                            input_ids=prompt_ids,
+                            input_ids=prompt.ids,
                             sampling=sampling,
                             min_version=min_version,
                         )
-                        generations.append(tasks.create_task(self._generate(request)))
+                        generations.append(tasks.create_task(self._generate(prompt, request)))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError:
@@ -148,9 +156,10 @@ class SamplingThread:
             raise
         return [generation.result() for generation in generations]
 
-    async def _generate(self, request: LLMRequest) -> Sample:
+    async def _generate(self, prompt: TokenizedPrompt, request: LLMRequest) -> Sample:
         response = await self._client.generate(request)
         return Sample(
+            prompt=prompt.prompt,
             prompt_ids=request.input_ids,
             output_ids=response.output_ids,
             logprobs=response.logprobs,

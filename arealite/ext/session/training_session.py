@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import structlog
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.engine import Sequence, Stats
@@ -27,7 +28,7 @@ from arealite.ext.notebook.command_line import Overrides, checked, resolve, word
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
 from arealite.ext.session.calls import Call, Calls
 from arealite.ext.session.policy import Policy
-from arealite.ext.session.sample_rows import PromptInput, Sample, make_rows, prompt_ids
+from arealite.ext.session.sample_rows import PromptInput, Sample, make_rows, tokenized
 from arealite.ext.session.sampling_thread import SamplingThread
 from arealite.system.names.name_registry import NameRegistry
 
@@ -83,7 +84,7 @@ def session(
 
 def _with_full_keys(overrides: Overrides) -> Overrides:
     """Return overrides whose keys have the prefix of their section."""
-    if not isinstance(overrides, dict):
+    if not isinstance(overrides, Mapping):
         return overrides
     full = dict[str, object]()
     for key, value in overrides.items():
@@ -156,7 +157,8 @@ class Session:
             folder.mkdir(parents=True, exist_ok=True)
             self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
         run_paths(config).logs.mkdir(exist_ok=True)
-        log.setup("session", "warning")
+        if not structlog.is_configured():
+            log.setup("session", "warning")
         return config
 
     async def close(self) -> None:
@@ -184,18 +186,19 @@ class Session:
         self._policy.close()
         if self._sampler is not None:
             self._sampler.close()
+            self._sampler = None
         self._resources.close()
 
     def _check(self) -> SamplingThread:
         """Return the sampling thread of a started session.
 
         Raises:
-            Exception: The session is not started, a server has ended, or an earlier call has
+            Exception: The session is not running, a server has ended, or an earlier call has
                 failed and nobody has waited for it.
         """
         if self._sampler is None:
             raise UserError(
-                "the session is not started. Use `async with arealite.session(…) as s`."
+                "the session is not running. Use `async with arealite.session(…) as s`."
             )
         self._sampler.check()
         self._calls.check()
@@ -247,7 +250,7 @@ class Session:
             options["max_new_tokens"] = max_tokens
         sampling = changed(self._config.trainer.ppo.collector.sampling, "sample", options)
         future = sampler.submit(
-            prompt_ids(prompts, self._tokenizer),
+            tokenized(prompts, self._tokenizer),
             sampling,
             num_samples=n,
             min_version=self._confirmed,

@@ -114,7 +114,7 @@ async def test_killed_server_is_restarted_and_a_lost_one_fails_the_next_await(
             await session.sample("2+3=", n=2, max_tokens=4)
         with pytest.raises(RoleError, match="llm_server-0 died"):
             session.publish()
-    assert [child for child in own_children() if child not in before] == []
+    until_exited(*(child for child in own_children() if child not in before))
 
 
 async def test_server_that_cannot_start_is_one_error_and_leaves_no_process(
@@ -127,7 +127,7 @@ async def test_server_that_cannot_start_is_one_error_and_leaves_no_process(
     with pytest.raises(ArealiteError, match=r"llm_server-0 died"):
         async with arealite.session(**started | {"overrides": overrides}):
             pass
-    assert [child for child in own_children() if child not in before] == []
+    until_exited(*(child for child in own_children() if child not in before))
     assert not torch.distributed.is_initialized()
 
 

@@ -39,6 +39,7 @@ async def test_samples_are_exact_and_in_the_order_of_their_prompts(opened: Open)
     assert len(samples) == 9
     assert len({sample.group for sample in samples}) == 3
     assert [sample.group == samples[0].group for sample in samples] == [True] * 3 + [False] * 6
+    assert [sample.prompt for sample in samples[::3]] == PROMPTS
     assert samples[3].prompt_ids == [5, 6, 7, 8]
     assert len(samples[8].prompt_ids) > len("hello")
     assert [sample.prompt_ids for sample in one] == [samples[0].prompt_ids]

@@ -11,6 +11,7 @@ import torch
 
 import arealite
 from arealite.base.errors import UserError
+from tests.ext.session.conftest import Open
 from tests.fakes.embedded import running, server_config
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -62,6 +63,12 @@ async def test_running_servers_are_used_and_stay(
     assert {version for sample in newer for version in sample.versions} == {1}
 
 
-async def test_call_before_the_start_is_refused(model: Path) -> None:
-    with pytest.raises(UserError, match="the session is not started"):
+async def test_call_before_the_start_and_after_the_end_is_refused(
+    model: Path, opened: Open
+) -> None:
+    with pytest.raises(UserError, match="the session is not running"):
         arealite.session(model).sample("2+3=")
+    async with opened() as parts:
+        pass
+    with pytest.raises(UserError, match="the session is not running"):
+        parts.session.optim_step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,27 @@ async def test_failure_that_nobody_awaits_raises_at_the_next_call(opened: Open) 
         with pytest.raises(ZeroDivisionError):
             session.sample(PROMPT)
         await session.sample(PROMPT, max_tokens=2)  # it is raised once
+
+
+async def test_failure_of_a_call_whose_wait_was_given_up_is_not_lost(opened: Open) -> None:
+    begun = threading.Event()
+    proceed = threading.Event()
+
+    def fail_later(batch: LossInput) -> torch.Tensor:
+        begun.set()
+        assert proceed.wait(60.0)
+        raise ZeroDivisionError("no loss")
+
+    with pytest.raises(ZeroDivisionError):
+        async with opened() as parts:
+            session = parts.session
+            failed = session.forward_backward(await rows_of(session), fail_later)
+            await asyncio.to_thread(begun.wait, 60.0)
+            with pytest.raises(TimeoutError):
+                failed.result(0.0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(failed, 0.01)
+            proceed.set()
 
 
 async def test_failure_that_nobody_awaits_raises_at_the_end_of_the_block(opened: Open) -> None:
