@@ -64,7 +64,7 @@ async def test_update_interrupts_answers_which_continue_exactly_under_both_versi
         await session.save("old")
         rows = [sample.row() for sample in await session.sample(PROMPTS, max_tokens=8)]
         parts.brake.block()
-        sampling = session.sample([5, 6, 7], n=8, max_tokens=12)
+        sampling = session.sample([5, 6, 7], n=8, max_tokens=120)
         await eventually(lambda: parts.num_open() == 8)
         session.forward_backward(rows, loss="reinforce")
         session.optim_step(lr=0.5)
