@@ -23,7 +23,7 @@ from arealite.ext.demo.sorting import answer, draw, held_out, make_kit, question
 
 Loop = Callable[[arealite.Session], Awaitable[None]]
 SEED = 1
-STEPS, GROUPS, GROUP_SIZE, UPDATES = 60, 64, 8, 2
+STEPS, GROUPS, GROUP_SIZE, UPDATES = 80, 64, 8, 2
 """Number of batches; tasks per batch; answers per task; optimizer steps per batch."""
 OPTIONS = {
     "seed": SEED,

@@ -34,11 +34,11 @@ def run(name: str, folder: Path) -> tuple[float, float, list[tuple[str, ...]]]:
 def test_rl_loop_learns_the_task_with_staleness_0(tmp_path: Path) -> None:
     before, after, steps = run("rl_loop", tmp_path)
     assert before < 0.4 and after >= 0.7
-    assert [int(step) for step, *_ in steps] == [*range(60)]
+    assert [int(step) for step, *_ in steps] == [*range(80)]
     assert {(staleness, interrupted) for _, _, staleness, interrupted in steps} == {("0", "0")}
 
 
 def test_async_loop_learns_the_task_within_its_staleness_bound(tmp_path: Path) -> None:
     before, after, steps = run("async_loop", tmp_path)
     assert before < 0.4 and after > before + 0.2
-    assert len(steps) == 60 and all(int(staleness) <= 2 for _, _, staleness, _ in steps)
+    assert len(steps) == 80 and all(int(staleness) <= 2 for _, _, staleness, _ in steps)
