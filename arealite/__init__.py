@@ -11,6 +11,9 @@ __version__ = "0.2.0"
 _MODULES = {
     "ext.notebook.functions": "train evaluate collect serve",
     "ext.notebook.run": "Run",
+    "ext.session.training_session": "session Session",
+    "ext.session.sample_rows": "Sample",
+    "ext.session.calls": "Call",
     "ext.wrappers.play": "make make_vec",
     "ext.wrappers.wrappers": "wrap Record ScaleReward TimeLimit TransformObservation",
     "api.observation": "Request",
@@ -20,7 +23,7 @@ _MODULES = {
     "api.reward": "Reward Score rewards",
     "api.tool": "Tool tools",
     "api.task": "Row Task",
-    "api.engine": "TrainEngine",
+    "api.engine": "TrainEngine Sequence LossInput",
     "api.trainer": "Trainer",
     "base.errors": "UserError",
 }

@@ -1,5 +1,7 @@
 from arealite.api.agent import Agent as Agent
 from arealite.api.agent import agents as agents
+from arealite.api.engine import LossInput as LossInput
+from arealite.api.engine import Sequence as Sequence
 from arealite.api.engine import TrainEngine as TrainEngine
 from arealite.api.env import Env as Env
 from arealite.api.env import StepEnv as StepEnv
@@ -21,6 +23,10 @@ from arealite.ext.notebook.functions import evaluate as evaluate
 from arealite.ext.notebook.functions import serve as serve
 from arealite.ext.notebook.functions import train as train
 from arealite.ext.notebook.run import Run as Run
+from arealite.ext.session.calls import Call as Call
+from arealite.ext.session.sample_rows import Sample as Sample
+from arealite.ext.session.training_session import Session as Session
+from arealite.ext.session.training_session import session as session
 from arealite.ext.wrappers.play import make as make
 from arealite.ext.wrappers.play import make_vec as make_vec
 from arealite.ext.wrappers.wrappers import Record as Record

@@ -31,15 +31,13 @@ WEB_LINES = 1250
 """Lines of JavaScript, CSS and HTML that are not blank."""
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
-TOTAL_TOKENS = 404_500
-CORE_TOKENS = 129_900
+TOTAL_TOKENS = 411_100
+CORE_TOKENS = 130_200
 """Tokens outside arealite/ext."""
 TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
 FILLER_PERCENT = 1.0
 TUPLE_ASSIGNMENTS_PER_1000 = 3.0
-LONGER_EXAMPLES = {"rl_loop.py": 210}
-"""The whole loop, in one file."""
 
 READING_PATH = (
     "algo/staleness.py",
@@ -133,7 +131,7 @@ def yaml_and_examples() -> list[str]:
     breaches = list[str]()
     limits = dict.fromkeys(sorted((ROOT / "config").rglob("*.yaml")), YAML_LINES)
     for example in sorted((ROOT / "examples").glob("*.py")):
-        limits[example] = LONGER_EXAMPLES.get(example.name, EXAMPLE_LINES)
+        limits[example] = EXAMPLE_LINES
     for file, limit in limits.items():
         lines = len(file.read_text("utf-8").splitlines())
         breaches += over(str(file.relative_to(ROOT)), lines, limit, "lines")

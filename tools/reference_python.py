@@ -23,6 +23,7 @@ and tools. A method marked *abstract* has to be defined by your class.
 GROUPS = {
     "Functions": ("train", "evaluate", "collect", "serve", "make", "make_vec", "wrap"),
     "Results": ("Run", "Facts", "Server"),
+    "Your own loop": ("session", "Session", "Call", "Sample", "Sequence", "LossInput"),
     "Environments": ("Env", "StepEnv", "StepResult", "Task", "Row"),
     "Requests": ("Request", "TimeLimit", "ScaleReward", "TransformObservation", "Record"),
     "Agents": ("Agent", "Action"),

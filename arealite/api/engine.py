@@ -102,7 +102,7 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def train_batch(
+    def forward_backward(
         self,
         rows: list[Sequence],
         loss_fn: LossFn,
@@ -110,9 +110,9 @@ class TrainEngine(ABC):
         rows_per_example: int = 1,
         record_outputs: Mapping[str, str] | None = None,
     ) -> Stats:
-        """Apply one optimizer update over all rows of all ranks.
+        """Add the gradient of a loss over all rows of all ranks to that of earlier calls.
 
-        An update whose gradient norm is not finite is skipped.
+        If the call fails, the whole gradient since the last `optim_step` is dropped.
 
         Args:
             rows: the rows of this rank; all ranks call this together, and a rank may have none.
@@ -123,8 +123,45 @@ class TrainEngine(ABC):
                 without gradient, before the loss function is called. They replace a `forward`.
 
         Returns:
-            The loss function's stats, summed, with `grad_norm`, `lr` and `skipped_update` (0 or 1).
+            The loss function's stats, summed.
         """
+
+    @abstractmethod
+    def optim_step(self, *, lr: float | None = None) -> Stats:
+        """Apply the gradient of all `forward_backward` calls since the last update, and clear it.
+
+        An update whose gradient norm is not finite is skipped.
+
+        Args:
+            lr: the learning rate of this update; None: that of the schedule.
+
+        Returns:
+            `grad_norm`, `lr` and `skipped_update` (0 or 1).
+
+        Raises:
+            UserError: there is no gradient.
+        """
+
+    def train_batch(
+        self,
+        rows: list[Sequence],
+        loss_fn: LossFn,
+        *,
+        rows_per_example: int = 1,
+        record_outputs: Mapping[str, str] | None = None,
+    ) -> Stats:
+        """Apply one update over all rows of all ranks: `forward_backward`, then `optim_step`.
+
+        Returns:
+            The stats of both.
+        """
+        stats = self.forward_backward(
+            rows,
+            loss_fn,
+            rows_per_example=rows_per_example,
+            record_outputs=record_outputs,
+        )
+        return stats | self.optim_step()
 
     @abstractmethod
     def save(self, folder: Path, extra: dict[str, object]) -> None:
@@ -133,6 +170,8 @@ class TrainEngine(ABC):
     @abstractmethod
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a folder that `save` wrote, with any number of ranks; return `extra`.
+
+        The gradient since the last `optim_step` is dropped.
 
         Raises:
             UserError: the folder is of another model or another optimizer.

@@ -15,7 +15,7 @@ from tests.examples.conftest import EXAMPLES
 from tests.ext.web.browser.sites import LACKING
 from tests.models import tiny_model
 
-LOOPS = {"rl_loop": 210, "async_loop": 75}
+LOOPS = {"rl_loop": 100, "async_loop": 40}
 """Examples without options, with their maximum number of lines."""
 FILES = sorted(EXAMPLES.glob("[a-z]*.py"))
 

@@ -23,7 +23,7 @@ from arealite.ext.gateway.apis import past_messages
 from arealite.ext.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
 from arealite.ext.gateway.request_data import ApiError, ChatRequest, ParsedAnswer
 from arealite.ext.gateway.text_completions import TextCompletions
-from arealite.ext.gateway.tree import Key, KeyedMessage, MessageNode, Prompt, Sample
+from arealite.ext.gateway.tree import Key, KeyedMessage, MessageNode, Prompt, SampledAnswer
 from arealite.system.data.forms import tool_calls
 from arealite.system.data.templates import decode, encode
 
@@ -39,7 +39,7 @@ for its switch interval."""
 class PromptStart:
     """The beginning of a prompt."""
 
-    base: Sample | None
+    base: SampledAnswer | None
     reused_ids: list[int]
     """Tokens of earlier turns, in a list of its own."""
     new_text: str
@@ -56,7 +56,7 @@ class LatestRequest:
     tools: list[Any]
     node: MessageNode
     """The last message."""
-    base: Sample | None
+    base: SampledAnswer | None
     """The last sampled answer."""
 
     def is_repeated_by(self, request: ChatRequest) -> bool:
@@ -77,7 +77,7 @@ class SeatConversations:
         renderings are used since."""
         self._roots: dict[bytes, MessageNode] = {}
         """The root of the tree for each set of tools; a key is the JSON of the tools."""
-        self._samples: dict[str, Sample] = {}
+        self._samples: dict[str, SampledAnswer] = {}
         """By id of the answer."""
         self._completions = TextCompletions(renderer)
         self._latest: LatestRequest | None = None
@@ -117,7 +117,7 @@ class SeatConversations:
         return prompt
 
     def _reason(
-        self, prompt: Prompt, node: MessageNode, base: Sample | None, branch_reason: str
+        self, prompt: Prompt, node: MessageNode, base: SampledAnswer | None, branch_reason: str
     ) -> str:
         """Return why a prompt begins a branch; "" if it continues the answer `base`."""
         if node.is_asked:
@@ -145,7 +145,7 @@ class SeatConversations:
         child = self._child(node, self._with_call_ids(item))
         node.children |= {item.key: child, child.key: child}
         num_base_tokens = prompt.base.num_tokens if prompt.base else 0
-        sample = Sample(
+        sample = SampledAnswer(
             prompt=replace(prompt, ids=[]),
             new_ids=prompt.ids[num_base_tokens:] + output_ids,
             num_tokens=len(prompt.ids) + len(output_ids),
@@ -179,7 +179,7 @@ class SeatConversations:
 
     # ------------------------------------------------------------ the tree
 
-    def _find(self, request: ChatRequest) -> tuple[MessageNode, Sample | None, str]:
+    def _find(self, request: ChatRequest) -> tuple[MessageNode, SampledAnswer | None, str]:
         """Look up the messages of a request; make nodes for new ones, which are not stored.
 
         Returns:
@@ -217,7 +217,9 @@ class SeatConversations:
             return root, "edited"
         return MessageNode(kinds=TOOLS if tools else 0), "tools"
 
-    def _store(self, request: ChatRequest, node: MessageNode, base: Sample | None) -> MessageNode:
+    def _store(
+        self, request: ChatRequest, node: MessageNode, base: SampledAnswer | None
+    ) -> MessageNode:
         """Add the messages of a request to the tree; return its last message there.
 
         A concurrent request may have added equal ones.
@@ -242,10 +244,10 @@ class SeatConversations:
     def _walk(
         self,
         node: MessageNode,
-        base: Sample | None,
+        base: SampledAnswer | None,
         items: list[KeyedMessage],
-        preferred: Sample | None,
-    ) -> tuple[MessageNode, Sample | None]:
+        preferred: SampledAnswer | None,
+    ) -> tuple[MessageNode, SampledAnswer | None]:
         """Return the node of the last of `items` after `node`, and the last sampled answer.
 
         Args:
@@ -296,7 +298,7 @@ class SeatConversations:
 
     def _continue(
         self, previous: str, items: list[KeyedMessage]
-    ) -> tuple[Sample, list[KeyedMessage]]:
+    ) -> tuple[SampledAnswer, list[KeyedMessage]]:
         """Return the answer `previous`; and the messages up to it, then `items`.
 
         The instructions of a request replace those of the request before.
@@ -349,7 +351,7 @@ class SeatConversations:
         self,
         request: ChatRequest,
         node: MessageNode,
-        base: Sample | None,
+        base: SampledAnswer | None,
         is_checked: bool,
     ) -> Prompt:
         """Render and tokenise the prompt of a request.
@@ -412,7 +414,7 @@ class SeatConversations:
     def _start(
         self,
         node: MessageNode,
-        base: Sample | None,
+        base: SampledAnswer | None,
         tools: list[Any],
         is_checked: bool,
     ) -> PromptStart:
@@ -444,7 +446,7 @@ class SeatConversations:
     def _start_rewritten(
         self,
         node: MessageNode,
-        answers: list[Sample],
+        answers: list[SampledAnswer],
         tools: Sequence[Any],
         num_repeated: int,
     ) -> PromptStart:
@@ -476,7 +478,7 @@ class SeatConversations:
             new_text=text_after[len(prompt.template_text) :],
         )
 
-    def _start_after(self, base: Sample, text_after: str) -> PromptStart:
+    def _start_after(self, base: SampledAnswer, text_after: str) -> PromptStart:
         """Return the start of a prompt that continues an answer by a text of the template."""
         turn = self.renderer.ending(base.node.kinds & TOOLS, base.message).turn
         return PromptStart(
@@ -487,7 +489,7 @@ class SeatConversations:
         )
 
     def _render_whole(
-        self, node: MessageNode, answers: Sequence[Sample], tools: Sequence[Any]
+        self, node: MessageNode, answers: Sequence[SampledAnswer], tools: Sequence[Any]
     ) -> str:
         """Render a conversation with stand-ins for some answers."""
         messages = [message_node.message for message_node in node.path()]

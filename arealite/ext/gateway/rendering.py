@@ -18,7 +18,7 @@ import msgspec
 from arealite.api.observation import ChatMessage
 from arealite.ext.gateway.families import Family
 from arealite.ext.gateway.request_data import ApiError, function_call
-from arealite.ext.gateway.tree import Sample
+from arealite.ext.gateway.tree import SampledAnswer
 from arealite.ext.light_tokenizer.chat_template import compile_template
 from arealite.system.data.forms import tool_calls
 
@@ -322,7 +322,9 @@ class Renderer:
         template_stop = self._special.match(text_after) if turn else None
         return text_after[template_stop.end() :] if template_stop else text_after
 
-    def repeated(self, rendered: str, turns: Sequence[Sample], kinds: int) -> tuple[int, int]:
+    def repeated(
+        self, rendered: str, turns: Sequence[SampledAnswer], kinds: int
+    ) -> tuple[int, int]:
         """Compare a rendering with the turns of a conversation.
 
         Args:
@@ -345,7 +347,7 @@ class Renderer:
         self,
         rendered: str,
         start: int,
-        turn: Sample,
+        turn: SampledAnswer,
         number: int,
         kinds: int,
     ) -> int | None:

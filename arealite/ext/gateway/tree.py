@@ -62,7 +62,7 @@ class MessageNode:
     depth: int = 0
     """Number of messages up to this one; 0: the root."""
     children: dict[Key, MessageNode] = field(default_factory=dict[Key, "MessageNode"])
-    samples: list[Sample] = field(default_factory=list["Sample"])
+    samples: list[SampledAnswer] = field(default_factory=list["SampledAnswer"])
     """Sampled answers with this text and these calls."""
     is_asked: bool = False
     """Whether an answer to this message was requested."""
@@ -88,7 +88,7 @@ class Prompt:
     """The end of the prompt that belongs to the answer: a thought's opener, a forced call."""
     node: MessageNode | None = None
     """The last message; None for the prompt of /v1/completions."""
-    base: Sample | None = None
+    base: SampledAnswer | None = None
     """The answer whose tokens the prompt begins with."""
     template_text: str = ""
     """Text of the template after `base`, without the opening."""
@@ -97,7 +97,7 @@ class Prompt:
 
 
 @dataclass(eq=False, kw_only=True)
-class Sample:
+class SampledAnswer:
     """A sampled answer."""
 
     prompt: Prompt
@@ -127,9 +127,9 @@ class Sample:
             ids += sample.new_ids
         return ids
 
-    def chain(self) -> list[Sample]:
+    def chain(self) -> list[SampledAnswer]:
         """Return the answers whose tokens the prompt of this one has, and this one."""
-        samples = list[Sample]()
+        samples = list[SampledAnswer]()
         sample = self
         while sample is not None:
             samples.append(sample)
@@ -137,7 +137,9 @@ class Sample:
         return samples[::-1]
 
 
-def choose(samples: Sequence[Sample], message: ChatMessage, *, preferred: Sample | None) -> Sample:
+def choose(
+    samples: Sequence[SampledAnswer], message: ChatMessage, *, preferred: SampledAnswer | None
+) -> SampledAnswer:
     """Return the preferred answer or that with the call ids of a message; else the newest."""
     if preferred is not None and preferred in samples:
         return preferred

@@ -174,7 +174,7 @@ class FSDPEngine(TrainEngine):
         self._extensions.take_stats()
         return {name: row_values[local_rows] for name, row_values in outputs_by_row.items()}
 
-    def train_batch(
+    def forward_backward(
         self,
         rows: list[Sequence],
         loss_fn: LossFn,
@@ -182,18 +182,38 @@ class FSDPEngine(TrainEngine):
         rows_per_example: int = 1,
         record_outputs: Mapping[str, str] | None = None,
     ) -> Stats:
-        """Apply one update; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
-        group_rows, _ = self._extensions.gather_rows(rows)
-        loss_scale = self.optimizer.scale.value
-        plan = self._plan(group_rows, rows_per_example)
-        loss_fn = self._extensions.added_loss(loss_fn, group_rows)
+        """Add a gradient; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
+        try:
+            group_rows, _ = self._extensions.gather_rows(rows)
+            plan = self._plan(group_rows, rows_per_example)
+            stats = self._add_gradient(group_rows, plan, loss_fn, record_outputs)
+        except BaseException:
+            self.optimizer.drop_gradient()
+            models.reset(self._model)
+            self._extensions.take_stats()
+            raise
+        if not self._extensions.is_counted:
+            # All ranks that share rows have the same numbers: one of them counts.
+            stats = {}
+        return _sum_over_ranks(stats | self._extensions.take_stats())
+
+    def _add_gradient(
+        self,
+        rows: list[Sequence],
+        plan: Plan,
+        loss_fn: LossFn,
+        record_outputs: Mapping[str, str] | None,
+    ) -> Stats:
+        """Run the micro-batches of `plan`; return the stats of this rank."""
+        loss_fn = self._extensions.added_loss(loss_fn, rows)
         roots = models.fsdp_modules(self._model)[:1]
+        loss_scale = self.optimizer.scale.value
         totals = dict[str, torch.Tensor | float]()
         computed_tokens = 0
         with self._low_precision():
             for number, indices in enumerate(plan):
                 models.set_last_backward(roots, is_last=number == len(plan) - 1)
-                part = [group_rows[index] for index in indices]
+                part = [rows[index] for index in indices]
                 batch = self._collate(part)
                 if not part:
                     self._backward_without_rows(batch)
@@ -208,12 +228,12 @@ class FSDPEngine(TrainEngine):
                 )
                 _add_to(totals, stats)
                 _record(part, recorded)
-        counts = {
+        sums = {name: float(total) for name, total in totals.items()}
+        return sums | {
             "microbatches": float(len(plan)),
-            "tokens": float(_num_tokens(group_rows)),
+            "tokens": float(_num_tokens(rows)),
             "computed_tokens": float(computed_tokens),
         }
-        return self._update(totals, counts)
 
     def _backward_without_rows(self, batch: MicroBatch) -> None:
         """Compute gradients of 0: other ranks have rows, and their collectives need this rank."""
@@ -221,27 +241,17 @@ class FSDPEngine(TrainEngine):
         zeros = torch.cat([*outputs.values()])
         zeros.sum().backward()
 
-    def _update(
-        self,
-        totals: dict[str, torch.Tensor | float],
-        counts: Stats,
-    ) -> Stats:
-        """Apply the gradients; return the stats of all ranks with those of the optimizer."""
-        stats = {name: float(total) for name, total in totals.items()}
-        stats |= counts
-        if not self._extensions.is_counted:
-            # All ranks that share rows have the same numbers: one of them counts.
-            stats = {}
-        stats |= self._extensions.take_stats()
+    def optim_step(self, *, lr: float | None = None) -> Stats:
+        """Apply the gradient; see TrainEngine. Adds `loss_scale` in float16."""
         optimizer = self.optimizer
-        outcome = optimizer.step()
+        outcome = optimizer.step(lr)
         if outcome["skipped_update"]:
             log.warning(
                 "update skipped",
                 reason="gradient norm not finite",
                 loss_scale=optimizer.scale.value if optimizer.scale.enabled else None,
             )
-        return _sum_over_ranks(stats) | outcome
+        return outcome
 
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
@@ -259,6 +269,7 @@ class FSDPEngine(TrainEngine):
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         models.reshard(self._model)
+        self.optimizer.drop_gradient()
         state = self._live_state()
         _check_tensors(state, folder)
         load_state(state, checkpoint_id=folder / "state")

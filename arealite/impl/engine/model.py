@@ -270,3 +270,11 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, which would be outdated after a change of their shards."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def reset(model: nn.Module) -> None:
+    """End a failed pass of sharded parameters; drop its gradients that were not reduced yet."""
+    for root in fsdp_modules(model)[:1]:
+        if hasattr(root, "reset_iter_state"):  # torch 2.13
+            root.reset_iter_state()
+    reshard(model)

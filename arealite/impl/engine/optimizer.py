@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from arealite.api.engine import Training
 from arealite.api.engine_config import OptimizerConfig
-from arealite.base.errors import InvariantError
+from arealite.base.errors import InvariantError, UserError
 
 FIRST_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**24
@@ -92,25 +92,32 @@ class Optimizer:
             # Created here, not at the first step, so that every checkpoint has the same tensors.
             self._torch.state[param] = {key: _zero_state(key, param) for key in moments}
 
-    def step(self) -> dict[str, float]:
+    def step(self, lr: float | None = None) -> dict[str, float]:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
 
         If the norm is not finite, parameters, moments and schedule do not change. In float16 the
         loss scale halves then, and the result has `loss_scale`; only skipped updates at the scale 1
         count towards `max_skipped_updates`.
 
+        Args:
+            lr: The learning rate; None: that of the schedule.
+
         Raises:
+            UserError: No parameter has a gradient.
             InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
         """
         training = self._training
-        lr = learning_rate(
-            self.updates,
-            lr=training.lr,
-            total=training.total_updates,
-            config=training.optimizer,
-        )
+        if lr is None:
+            lr = learning_rate(
+                self.updates,
+                lr=training.lr,
+                total=training.total_updates,
+                config=training.optimizer,
+            )
         params = self._named.values()
         gradients = [_local(param.grad) for param in params if param.grad is not None]
+        if not gradients:
+            raise UserError("optim_step: there is no gradient. Call forward_backward before it.")
         scale = self.scale.value
         norm = _global_norm(gradients, copies=self._copies) / scale
         is_finite = math.isfinite(norm)
@@ -120,7 +127,7 @@ class Optimizer:
             self._apply(lr)
         is_overflow = self.scale.update(finite=is_finite)
         self.skipped = 0 if is_finite or is_overflow else self.skipped + 1
-        self._torch.zero_grad(set_to_none=True)
+        self.drop_gradient()
         max_skipped = training.optimizer.max_skipped_updates
         if 0 < max_skipped <= self.skipped:
             raise InvariantError(self._skipped_text(norm, lr))
@@ -130,6 +137,10 @@ class Optimizer:
             "lr": lr,
             "skipped_update": float(not is_finite),
         }
+
+    def drop_gradient(self) -> None:
+        """Clear the gradients of all parameters."""
+        self._torch.zero_grad(set_to_none=True)
 
     def _clip_and_unscale(self, gradients: list[torch.Tensor], norm: float) -> None:
         """Divide gradients by the loss scale, and limit their global norm."""

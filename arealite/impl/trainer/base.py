@@ -7,6 +7,7 @@ no implementation, so tests can pass other components.
 import os
 import signal
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -173,6 +174,46 @@ def make_engine(
         head=head,
         **adapter_option,
     )
+
+
+def stage_weights(
+    engine: TrainEngine,
+    publisher: WeightPublisher | None,
+    proof: PolicyProof | None,
+    world: World,
+    version: int,
+) -> None:
+    """Stream the weights to the publisher, on all ranks; repeat while it needs them.
+
+    Where adapters are trained, and all servers can load them alone, no other weights are sent.
+
+    Args:
+        engine: The policy.
+        publisher: None except on rank 0.
+        proof: See Components.
+        world: The ranks.
+        version: The version of the weights.
+    """
+    if proof is not None:
+        proof.expect(version)
+    on_device = publisher is not None and publisher.takes_device_tensors
+    is_needed = True
+    while is_needed:
+        is_adapter = world.any(publisher is not None and publisher.takes_adapter)
+        if is_adapter:
+            weights = engine.stream_adapter()
+        else:
+            weights = engine.stream_weights(on_device=on_device)
+        if proof is not None:
+            weights = proof.fingerprinted(weights)
+        if publisher is None:
+            deque(weights, maxlen=0)  # other ranks only take part in gathering
+            is_needed_here = False
+        elif is_adapter:
+            is_needed_here = publisher.stage_adapter(version, weights)
+        else:
+            is_needed_here = publisher.stage(version, weights)
+        is_needed = world.any(is_needed_here)
 
 
 ByFolder = Mapping[str, TrainEngine]

@@ -4,7 +4,6 @@ The modules beside this one hold rows (`batch`), advantages (`batch_advantages`)
 base class of all trainers (`base`).
 """
 
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +19,12 @@ from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import entries, log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.impl.trainer import metrics
-from arealite.impl.trainer.base import BaseTrainer, Components, load_ppo_engines
+from arealite.impl.trainer.base import (
+    BaseTrainer,
+    Components,
+    load_ppo_engines,
+    stage_weights,
+)
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.impl.trainer.evaluation import Evaluations
@@ -331,32 +335,9 @@ class PPOTrainer(BaseTrainer):
     # ------------------------------------------------------------ weights
 
     def stage(self, version: int) -> None:
-        """Stream the weights to the publisher, on all ranks; repeat while it needs them.
-
-        Where adapters are trained, and all servers can load them alone, no other weights are sent.
-        """
+        """Stream the weights to the publisher; see `stage_weights`."""
         proof = self.components.proof
-        if proof is not None:
-            proof.expect(version)
-        publisher = self.publisher
-        on_device = publisher is not None and publisher.takes_device_tensors
-        is_needed = True
-        while is_needed:
-            is_adapter = self.world.any(publisher is not None and publisher.takes_adapter)
-            if is_adapter:
-                weights = self.engine.stream_adapter()
-            else:
-                weights = self.engine.stream_weights(on_device=on_device)
-            if proof is not None:
-                weights = proof.fingerprinted(weights)
-            if publisher is None:
-                deque(weights, maxlen=0)  # other ranks only take part in gathering
-                is_needed_here = False
-            elif is_adapter:
-                is_needed_here = publisher.stage_adapter(version, weights)
-            else:
-                is_needed_here = publisher.stage(version, weights)
-            is_needed = self.world.any(is_needed_here)
+        stage_weights(self.engine, self.publisher, proof, self.world, version)
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
         """Send the staged weights to the servers; report it over this thread's `link`."""

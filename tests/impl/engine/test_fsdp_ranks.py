@@ -81,6 +81,14 @@ def test_gradients_do_not_depend_on_ranks_or_micro_batches(
             np.testing.assert_allclose(values, logprobs[i], atol=1e-5)
 
 
+def test_gradients_of_two_calls_on_several_ranks_equal_those_of_one(
+    outs: list[dict[str, Any]], model: Path
+) -> None:
+    expected, _ = gradients(make_engine(model), make_rows())
+    for out in outs:
+        assert_close(out["two_calls"][0], expected)
+
+
 def test_all_ranks_return_the_same_stats_and_rank_0_the_weights(outs: list[dict[str, Any]]) -> None:
     assert outs[0]["stats"] == outs[1]["stats"]
     assert outs[0]["weights"].keys() > set()

@@ -60,6 +60,8 @@ def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
         out[name] = gradients(engine, parts[rank])
         out[f"{name}_forward"] = engine.forward(parts[rank])
     parts = [[rows[i] for i in indices] for indices in UNEVEN + more]
+    engine.forward_backward(parts[rank][::2], LOSS)
+    out["two_calls"] = gradients(engine, parts[rank][1::2])
     engine.train_batch(parts[rank], LOSS)
     save(engine, folder / "step-1", {"step": 1})
     out["stats"] = engine.train_batch(parts[rank], LOSS)

@@ -72,7 +72,7 @@ class ScriptedEngine(TrainEngine):
             "top_logprobs": [row.loss_mask[:, None] * np.float32([[-1.0, -2.0]]) for row in rows],
         }
 
-    def train_batch(
+    def forward_backward(
         self,
         rows: list[Sequence],
         loss_fn: Any,
@@ -84,11 +84,14 @@ class ScriptedEngine(TrainEngine):
         for row in rows if record_outputs else []:
             row.fields["prox_logprobs"] = row.loss_mask * np.float32(-1.0)
             row.fields["entropy"] = row.loss_mask * np.float32(0.5)
-        self.updates += 1
         self.trained_fields = set(rows[0].fields) if rows else set()
+        return {"loss": 0.0, "weight": 1.0}
+
+    def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
+        self.updates += 1
         self.events.add(f"{self.name}update {self.updates}")
         self.on_update(self.updates)
-        return {"loss": 0.0, "weight": 1.0, "grad_norm": 1.0, "lr": 1e-3, "skipped_update": 0.0}
+        return {"grad_norm": 1.0, "lr": lr or 1e-3, "skipped_update": 0.0}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         self.events.add(f"{self.name}save step-{extra['step']:06d}")

@@ -1,0 +1,1 @@
+"""The training loop as a library: sample, forward_backward, optim_step and publish."""

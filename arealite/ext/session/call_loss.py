@@ -1,0 +1,165 @@
+"""The loss of a call: a name, options, or a function of the user; and the weights of its tokens."""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from arealite.algo.losses import make_policy_loss
+from arealite.algo.reduction import token_weights
+from arealite.api.algorithm import KLConfig, LossConfig, objectives
+from arealite.api.engine import LossFn, LossInput, Sequence
+from arealite.api.experiment_config import ExperimentConfig
+from arealite.base import config_tree
+from arealite.base.errors import UserError
+from arealite.cli import configs, options
+
+OwnLoss = Callable[[LossInput], Any]
+"""Returns the loss, or (loss, stats) as a LossFn. The loss is the sum over tokens of a term times
+`fields["loss_weight"]`."""
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss function, and what its rows need."""
+
+    function: LossFn
+    config: LossConfig
+    """Its options; of an own loss only `reduction` has a meaning."""
+    fields: tuple[str, ...] = ()
+    """Fields that rows must have."""
+    record_outputs: Mapping[str, str] | None = None
+    """{output: field} of the pass that become fields, if the rows do not have them."""
+    needs_reference: bool = False
+    """Whether the field `ref_logprobs` is needed."""
+
+
+def changed(config: C, call: str, changes: Mapping[str, object]) -> C:
+    """Return options with changes, checked as those of a file.
+
+    Args:
+        config: The options.
+        call: Name of the call, for errors.
+        changes: New values by name.
+
+    Raises:
+        UserError: An option is unknown, of another type or out of range.
+    """
+    names = config_tree.field_names(config)
+    for name in changes:
+        if name not in names:
+            raise UserError(f"{call}: there is no option {name!r}. Options: {', '.join(names)}.")
+    try:
+        ready = config_tree.build(type(config), config_tree.plain(config) | {**changes})
+        config_tree.check_ranges(ready)
+        config_tree.check_constraints(ready, "")
+    except UserError as error:
+        raise UserError(f"{call}: {error}") from error
+    return ready
+
+
+def make_loss(
+    config: ExperimentConfig,
+    loss: str | OwnLoss | None,
+    changes: Mapping[str, object],
+) -> Loss:
+    """Return the loss of a call.
+
+    Args:
+        config: The session's options, of which `trainer.ppo.loss` is the default.
+        loss: An objective (ppo, cispo, …), a preset (grpo, gspo, …), or a function of the user.
+        changes: Options of the loss by name.
+
+    Raises:
+        UserError: There is no such loss or option, or it needs what a session does not compute.
+    """
+    ppo = config.trainer.ppo
+    if callable(loss):
+        if changes:
+            raise UserError(f"forward_backward: {', '.join(changes)}: a function has no options.")
+        return Loss(function=_with_stats(loss), config=replace(ppo.loss, reduction="token_mean"))
+    loss_config = ppo.loss
+    kl = ppo.kl
+    if loss is not None and loss in objectives.names():
+        loss_config = replace(loss_config, objective=loss)
+    elif loss is not None:
+        files = [options.find_config("async_ppo"), options.find_config(f"algo/{loss}")]
+        preset = configs.load(ExperimentConfig, files, []).trainer.ppo
+        loss_config = preset.loss
+        kl = preset.kl
+    loss_config = changed(loss_config, "forward_backward", changes)
+    _check_computed(loss_config, kl)
+    fields = ["advantages", "behav_logprobs"]
+    if loss_config.centering:
+        fields.append("behav_top_logprobs")
+    return Loss(
+        function=make_policy_loss(loss_config, kl),
+        config=loss_config,
+        fields=tuple(fields),
+        record_outputs={"logprobs": "prox_logprobs"} if loss_config.decoupled else None,
+        needs_reference=kl.coef > 0,
+    )
+
+
+def _check_computed(loss: LossConfig, kl: KLConfig) -> None:
+    """Refuse options that a trainer's other steps implement.
+
+    Raises:
+        UserError: The options are on.
+    """
+    if kl.coef and kl.place == "reward":
+        raise UserError(
+            "forward_backward: the preset adds a KL penalty to rewards, which a session does not. "
+            "Subtract it from your rewards, and pass an objective such as loss='ppo'."
+        )
+    if loss.m2_threshold is not None:
+        raise UserError(
+            "forward_backward: m2_threshold masks tokens of a whole batch, which a session does "
+            "not. Use another loss, or set the rows' loss_mask."
+        )
+
+
+def _with_stats(own_loss: OwnLoss) -> LossFn:
+    """Return a function of the user as a LossFn."""
+
+    def loss_fn(batch: LossInput) -> Any:
+        result = own_loss(batch)
+        if isinstance(result, tuple):
+            return result
+        return result, {"loss": result.detach()}
+
+    return loss_fn
+
+
+def weighted_rows(rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[Sequence]:
+    """Return copies of rows that have all fields of a loss, with the default weights of tokens.
+
+    Args:
+        rows: The rows of the call.
+        loss: Its loss.
+        max_tokens: Divisor of the reduction `seq_mean_token_sum`.
+
+    Raises:
+        UserError: Some rows lack a field that the loss or other rows have.
+    """
+    names = dict.fromkeys([*loss.fields, *(name for row in rows for name in row.fields)])
+    for name in names:
+        lacking = [index for index, row in enumerate(rows) if name not in row.fields]
+        if lacking:
+            raise UserError(
+                f"forward_backward: row {lacking[0]} has no field {name!r}, which "
+                f"{'the loss reads' if name in loss.fields else 'other rows have'}. "
+                "Make rows with session.rows or sample.row, or set row.fields."
+            )
+    if "loss_weight" in names:
+        return [replace(row, fields={**row.fields}) for row in rows]
+    lengths = [int(row.loss_mask.sum()) for row in rows]
+    weights = token_weights(loss.config.reduction, lengths, divisor=float(max_tokens))
+    weighted = list[Sequence]()
+    for row, weight in zip(rows, weights, strict=True):
+        weight_T = np.full(len(row.tokens), weight, np.float32)
+        weighted.append(replace(row, fields={**row.fields, "loss_weight": weight_T}))
+    return weighted

@@ -1,0 +1,124 @@
+"""The trained model of a session, and the publisher of its weights; in one thread, one rank."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from arealite.api.engine import Sequence, Stats, TrainEngine, Training
+from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.publisher import PublishReport, WeightPublisher, publishers
+from arealite.base import entries
+from arealite.ext.session.call_loss import Loss, weighted_rows
+from arealite.impl.trainer.base import (
+    make_engine,
+    make_reference,
+    read_engines,
+    stage_weights,
+    write_engines,
+)
+from arealite.impl.trainer.rank_group import World
+
+
+class Policy:
+    """Trains, saves and stages. All methods but `push` run in one thread, in the user's order."""
+
+    def __init__(self) -> None:
+        self._resources = ExitStack()
+        self._publisher: WeightPublisher | None = None
+
+    def load_model(self, config: ExperimentConfig) -> None:
+        """Load the model and its optimizer, and open the publisher."""
+        self._config = config
+        ppo = config.trainer.ppo
+        self._world = World.init(
+            threads=config.launcher.trainer_threads,
+            seed=config.seed,
+            is_alone=True,
+        )
+        self._resources.callback(self._world.destroy)
+        num_updates = ppo.total_steps * ppo.updates * ppo.epochs
+        training = Training(optimizer=ppo.optimizer, lr=ppo.lr, total_updates=num_updates)
+        self.engine = make_engine(config, training=training)
+        self.engine.replays_routing = ppo.collector.routing == "replay"
+        self._reference: TrainEngine | None = None
+        if ppo.engine.fsdp.lora.rank or config.model.adapter:  # before an update: it costs nothing
+            self._reference = self._make_reference()
+        publisher = publishers.get(ppo.publisher.type)(config, self.engine)
+        self._resources.callback(publisher.close)
+        makers = entries.hooks("policy_proof")
+        publisher.proof = entries.first_result(makers, config, self.engine, self._world)
+        self._publisher = publisher
+
+    def _make_reference(self) -> TrainEngine:
+        """Return the frozen policy of a KL penalty: `kl.reference`, or the initial model."""
+        path = self._config.trainer.ppo.kl.reference
+        folder = None if path == "initial" else path
+        return make_reference(self._config, self.engine, folder)
+
+    def close(self) -> None:
+        """Close the publisher, and destroy the process group."""
+        self._resources.close()
+
+    def stop_publisher(self) -> None:
+        """End a `push` that waits for servers, with an error; any thread may call this."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def logprobs(self, rows: list[Sequence], field: str) -> list[np.ndarray]:
+        """Return the logprobs of each row, float32 [T]; also as a field of the rows."""
+        logprobs = self.engine.forward(rows)["logprobs"]
+        for row, logprobs_T in zip(rows, logprobs, strict=True):
+            if field:
+                row.fields[field] = logprobs_T
+        return logprobs
+
+    def forward_backward(self, rows: list[Sequence], loss: Loss) -> Stats:
+        """Add the gradient of a loss; the outputs that it records become fields of the rows.
+
+        Raises:
+            UserError: Some rows lack a field that the loss or other rows have.
+        """
+        max_tokens = self._config.trainer.ppo.collector.sampling.max_new_tokens
+        weighted = weighted_rows(rows, loss, max_tokens=max_tokens)
+        if loss.needs_reference:
+            if self._reference is None:
+                self._reference = self._make_reference()
+            references = self._reference.forward(weighted)["logprobs"]
+            for row, logprobs_T in zip(weighted, references, strict=True):
+                row.fields["ref_logprobs"] = logprobs_T
+        recorded = loss.record_outputs or {}
+        if any(field in row.fields for row in weighted for field in recorded.values()):
+            recorded = {}
+        stats = self.engine.forward_backward(
+            weighted,
+            loss.function,
+            record_outputs=recorded or None,
+        )
+        for field in recorded.values():
+            for row, copy in zip(rows, weighted, strict=True):
+                row.fields[field] = copy.fields[field]
+        return stats
+
+    def stage(self, version: int) -> None:
+        """Copy the weights for the servers."""
+        assert self._publisher is not None, "load_model first"
+        proof = self._publisher.proof
+        stage_weights(self.engine, self._publisher, proof, self._world, version)
+
+    def push(self, version: int) -> PublishReport:
+        """Update all servers to a staged version."""
+        assert self._publisher is not None, "load_model first"
+        report = self._publisher.push(version)
+        _ = self._publisher.needs_republish  # raises if no server takes the weights
+        return report
+
+    def save(self, path: Path) -> Path:
+        """Write a checkpoint; return its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_engines(path, {".": self.engine}, {}, self._world)
+        return path
+
+    def load(self, path: Path) -> None:
+        """Read a checkpoint."""
+        read_engines(path, {".": self.engine})

@@ -1,0 +1,172 @@
+"""The servers of a session and their client, in an event loop of its own thread.
+
+User code can therefore block its own event loop, and sampling goes on.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from arealite.api.experiment_config import ExperimentConfig, run_paths
+from arealite.api.llm import LLMClient, LLMRequest, SamplingConfig, clients
+from arealite.api.server_protocol import SERVER_START_S
+from arealite.api.tokenizer import Tokenizer
+from arealite.base.errors import RoleError
+from arealite.cli import configs
+from arealite.ext.evaluation.own_servers import own_servers
+from arealite.ext.session.sample_rows import Sample, TokenizedPrompt
+from arealite.impl.publisher.loop_thread import LoopThread
+from arealite.system.health.waits import cancel_all
+from arealite.system.names.name_registry import NameRegistry, with_externals
+
+CLOSE_S = 30.0
+"""Longest wait for aborts and for the end of servers; they get SIGKILL before."""
+
+
+class SamplingThread:
+    """Starts the servers, waits for them, and samples."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        tokenizer: Tokenizer,
+        *,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Start the servers.
+
+        Args:
+            config: The session's options.
+            tokenizer: The tokenizer of its model.
+            on_lost: Called in the thread if the servers end before `close`.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._logs = run_paths(config).logs
+        self._client: LLMClient
+        self._is_closing = False
+        self._main_task: asyncio.Task[Any] | None = None
+        self.ready: Future[None] = Future()
+        """Resolves when all servers that the session starts, or one other server, are registered;
+        with an error if a server cannot be started, or if there is none in time."""
+        self.is_lost = False
+        """Whether the servers have ended, or are about to, without `close`."""
+        self._on_lost = on_lost
+        self._groups = itertools.count()
+        self._samplings = set[asyncio.Task[Any]]()
+        self._thread = LoopThread("session servers", self._main)
+        self._thread.ended.add_done_callback(self._on_end)
+
+    def check(self) -> None:
+        """Raise the error that has ended the servers, if they have ended."""
+        if self.is_lost:
+            self._thread.ended.result()
+
+    def _on_end(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        if not self.ready.done():
+            self.ready.set_exception(error or RoleError("the session was closed at its start."))
+        if self.is_lost:
+            self._on_lost()
+
+    def submit(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling: SamplingConfig,
+        *,
+        num_samples: int,
+        min_version: int,
+    ) -> Future[list[Sample]]:
+        """Begin to sample `num_samples` answers to each prompt; see `Session.sample`."""
+        work = self._sample(prompts, sampling, num_samples, min_version)
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+
+    def close(self) -> None:
+        """Abort open requests, and end the servers that the session started."""
+        self._is_closing = True
+        self._thread.stop(self._cancel, CLOSE_S)
+
+    def _cancel(self) -> None:
+        if self._main_task is not None:
+            self._main_task.cancel()
+
+    # ------------------------------------------------------------ in the thread
+
+    async def _main(self) -> None:
+        self._main_task = asyncio.current_task()
+        if self._is_closing:
+            return
+        num_servers = self._config.launcher.llm_servers
+        file = configs.write_server(self._config, run_paths(self._config).root)
+        async with own_servers(num_servers, file):
+            await with_externals(self._config, self._serve(num_servers))
+
+    async def _serve(self, num_servers: int) -> None:
+        client_config = self._config.trainer.ppo.collector.client
+        self._client = clients.get(client_config.type)(self._config, client_config)
+        try:
+            await self._client.start()
+            await NameRegistry.of(self._config).wait(
+                "llm_server",
+                count=max(1, num_servers),
+                seconds=SERVER_START_S,
+                owner="session",
+            )
+            if not self.ready.done():  # or the user has given up
+                self.ready.set_result(None)
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
+        finally:
+            self.is_lost = not self._is_closing
+            await cancel_all(self._samplings)
+            await self._client.close()
+
+    async def _sample(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling: SamplingConfig,
+        num_samples: int,
+        min_version: int,
+    ) -> list[Sample]:
+        sampling_task = asyncio.current_task()
+        assert sampling_task is not None
+        self._samplings.add(sampling_task)
+        sampling_task.add_done_callback(self._samplings.discard)
+        generations = list[asyncio.Task[Sample]]()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for prompt in prompts:
+                    group = f"group-{next(self._groups)}"
+                    for member in range(num_samples):
+                        request = LLMRequest(
+                            request_id=f"{group}/{member}",
+                            group_id=group,
+                            input_ids=prompt.ids,
+                            sampling=sampling,
+                            min_version=min_version,
+                        )
+                        generations.append(tasks.create_task(self._generate(prompt, request)))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        except asyncio.CancelledError:
+            if self.is_lost:
+                text = f"sample: the servers have ended. Their logs are in {self._logs}."
+                raise RoleError(text) from None
+            raise
+        return [generation.result() for generation in generations]
+
+    async def _generate(self, prompt: TokenizedPrompt, request: LLMRequest) -> Sample:
+        response = await self._client.generate(request)
+        return Sample(
+            prompt=prompt.prompt,
+            prompt_ids=request.input_ids,
+            output_ids=response.output_ids,
+            logprobs=response.logprobs,
+            versions=response.versions,
+            stop_reason=response.stop_reason,
+            text=self._tokenizer.decode(response.output_ids, skip_special_tokens=True),
+            temperature=request.sampling.temperature,
+            group=request.group_id,
+            routing=response.routing,
+        )

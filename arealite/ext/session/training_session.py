@@ -1,0 +1,498 @@
+"""`arealite.session`: the parts of a training loop as calls, for a loop of your own."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import structlog
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.engine import Sequence, Stats
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.publisher import PublishReport
+from arealite.api.trainer import PPOConfig
+from arealite.base import log
+from arealite.base.errors import RoleError, UserError
+from arealite.base.files import lock_file
+from arealite.base.folder_checks import check_name
+from arealite.cli import configs, preflight, resolved
+from arealite.ext.notebook.command_line import Overrides, checked, resolve, words
+from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
+from arealite.ext.session.calls import Call, Calls
+from arealite.ext.session.policy import Policy
+from arealite.ext.session.sample_rows import PromptInput, Sample, make_rows, tokenized
+from arealite.ext.session.sampling_thread import SamplingThread
+from arealite.system.names.name_registry import NameRegistry
+
+T = TypeVar("T")
+PPO = "trainer.ppo"
+SHORT_KEYS = frozenset(item.name for item in fields(PPOConfig))
+"""Sections and options that overrides may name without `trainer.ppo.`."""
+IN_USE = "Close the other session, or pass another trial."
+
+
+def session(
+    model: str | Path,
+    *,
+    servers: int | None = None,
+    addresses: Seq[str] = (),
+    lora: int = 0,
+    max_staleness: int | None = None,
+    trial: str = "session",
+    overrides: Overrides = None,
+) -> "Session":
+    """Return a session, which `async with` (or `await`) starts: servers, and the model to train.
+
+    The model is trained in this process, and is sampled by servers. When this process ends, for
+    any reason, the servers that the session has started end, too.
+
+    Args:
+        model: A Hugging Face folder, or the id of a model of the Hugging Face Hub.
+        servers: Number of servers to start; None: one, or none with `addresses`.
+        addresses: Running servers, as in ["http://10.0.0.1:30000"]; the session updates them.
+        lora: Rank of adapters that are trained in place of all parameters; 0: no adapters.
+        max_staleness: Largest age of a trained token, in versions; None: 4.
+        trial: Name of the folder `runs/arealite/TRIAL`, which has logs and saved states.
+        overrides: Other options, as in {"engine.fsdp.dtype": "bfloat16"}. The prefix `trainer.ppo.`
+            may be left out.
+
+    Raises:
+        UserError: When it is started: the input is wrong. No process was started.
+    """
+    if servers is None:
+        servers = 0 if addresses else 1
+    user_words = words(
+        _with_full_keys(overrides),
+        **{
+            "trial_name": trial,
+            "launcher.llm_servers": servers,
+            "llm_server.addresses": [*addresses] or None,
+            f"{PPO}.engine.fsdp.lora.rank": lora or None,
+            f"{PPO}.max_staleness": max_staleness,
+        },
+    )
+    return Session(model, user_words)
+
+
+def _with_full_keys(overrides: Overrides) -> Overrides:
+    """Return overrides whose keys have the prefix of their section."""
+    if not isinstance(overrides, Mapping):
+        return overrides
+    full = dict[str, object]()
+    for key, value in overrides.items():
+        section, _, _ = str(key).partition(".")
+        full[f"{PPO}.{key}" if section in SHORT_KEYS else key] = value
+    return full
+
+
+class Session:
+    """A model that is trained in this process and sampled by servers; see `arealite.session`.
+
+    Each call returns at once with a `Call`, the future of its result. Engine calls (`forward`,
+    `forward_backward`, `optim_step`, `publish`, `save`, `load`, `export`) run one after the other,
+    in the order of the calls; samples are drawn meanwhile. Wrong arguments raise UserError at
+    once. A call that fails raises when it is awaited, or else at the next call or await, or at the
+    end of the `async with` block. Engine calls made before that do not run.
+    """
+
+    def __init__(self, model: str | Path, user_words: Seq[str]) -> None:
+        self._model = model
+        self._words = user_words
+        self._resources = ExitStack()
+        self._calls = Calls()
+        self._pusher = ThreadPoolExecutor(1, "session publish")
+        self._pushed: Future[PublishReport] | None = None
+        self._version = 0
+        self._confirmed = 0
+        """Newest version that all servers in traffic hold."""
+        self._config: ExperimentConfig
+        self._policy = Policy()
+        self._sampler: SamplingThread | None = None
+
+    # ------------------------------------------------------------ start and end
+
+    async def __aenter__(self) -> Self:
+        return await self._start()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._start().__await__()
+
+    async def _start(self) -> Self:
+        """Check the input; start servers and load the model at the same time."""
+        try:
+            self._config = await asyncio.to_thread(checked, self._prepare)
+            loading = self._calls.submit(self._policy.load_model, self._config)
+            path = self._config.model.path
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
+            stop = self._policy.stop_publisher
+            self._sampler = SamplingThread(self._config, self._tokenizer, on_lost=stop)
+            await asyncio.wrap_future(loading)
+            await asyncio.wrap_future(self._sampler.ready)
+            await self._publish(0)
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(self._end, cancel=True))
+            raise
+        return self
+
+    def _prepare(self) -> ExperimentConfig:
+        """Return the checked options, and lock the trial's folders."""
+        config = resolve(
+            ExperimentConfig,
+            "async_ppo",
+            self._words,
+            data={},
+            parts={"model": self._model},
+        )
+        config = resolved.resolve_host(configs.with_model(config))
+        _check_input(config)
+        for folder in (name_dir(config), run_paths(config).root):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
+        run_paths(config).logs.mkdir(exist_ok=True)
+        if not structlog.is_configured():
+            log.setup("session", "warning")
+        return config
+
+    async def close(self) -> None:
+        """Finish all engine calls, cancel samples, and end the servers that the session started.
+
+        Raises:
+            Exception: A call has failed, and nobody has waited for it.
+        """
+        await asyncio.shield(asyncio.to_thread(self._end, cancel=False))
+        self._calls.check()
+
+    async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            await self.close()
+        else:
+            await asyncio.shield(asyncio.to_thread(self._end, cancel=True))
+
+    def _end(self, *, cancel: bool) -> None:
+        """Release everything; `cancel`: without the engine calls that have not begun."""
+        is_lost = self._sampler is not None and self._sampler.is_lost
+        if cancel or is_lost:
+            self._policy.stop_publisher()
+        self._calls.close(cancel=cancel)
+        self._pusher.shutdown(cancel_futures=cancel)
+        self._policy.close()
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
+        self._resources.close()
+
+    def _check(self) -> SamplingThread:
+        """Return the sampling thread of a started session.
+
+        Raises:
+            Exception: The session is not running, a server has ended, or an earlier call has
+                failed and nobody has waited for it.
+        """
+        if self._sampler is None:
+            raise UserError(
+                "the session is not running. Use `async with arealite.session(…) as s`."
+            )
+        self._sampler.check()
+        self._calls.check()
+        return self._sampler
+
+    def _begin(self, job: Callable[..., T], *args: object, **options: object) -> Call[T]:
+        """Begin an engine call."""
+        self._check()
+        return Call(self._calls.submit(partial(job, *args, **options)), self._calls)
+
+    # ------------------------------------------------------------ samples
+
+    @property
+    def version(self) -> int:
+        """The version that the newest `publish` has given the weights; 0: those of the start."""
+        return self._version
+
+    def sample(
+        self,
+        prompts: PromptInput | Seq[PromptInput],
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> Call[list[Sample]]:
+        """Sample answers from the newest weights that the servers have confirmed, or newer ones.
+
+        A `publish` interrupts open answers; they continue under the new weights. Cancelling the
+        call aborts its requests.
+
+        Args:
+            prompts: Texts, lists of token ids, or lists of chat messages; or one of them.
+            n: Answers to each prompt.
+            max_tokens: Longest answer in tokens; None: `collector.sampling.max_new_tokens`.
+            options: Other options of `collector.sampling`, such as temperature=0.7, stop=["\\n"].
+
+        Returns:
+            The answers to the first prompt, then those to the second, and so on.
+
+        Raises:
+            UserError: A prompt or an option is wrong.
+            EpisodeError: In the call: a prompt does not fit the context of a server, or no server
+                has finished the request in time.
+        """
+        sampler = self._check()
+        if n < 1:
+            raise UserError(f"sample: n={n}: use at least 1.")
+        if max_tokens is not None:
+            options["max_new_tokens"] = max_tokens
+        sampling = changed(self._config.trainer.ppo.collector.sampling, "sample", options)
+        future = sampler.submit(
+            tokenized(prompts, self._tokenizer),
+            sampling,
+            num_samples=n,
+            min_version=self._confirmed,
+        )
+        return Call(future, self._calls)
+
+    async def batches(
+        self,
+        prompts: Iterable[PromptInput | Seq[PromptInput]],
+        *,
+        ahead: int | None = None,
+        **options: Any,
+    ) -> AsyncIterator[list[Sample]]:
+        """Yield the samples of each batch of prompts, while `ahead` further batches are sampled.
+
+        With one `publish` for each batch, no token is older than `ahead` versions.
+
+        Args:
+            prompts: Batches of prompts. A batch is read when its sampling begins.
+            ahead: Number of batches; None: `max_staleness`.
+            options: Options of `sample`.
+        """
+        num_ahead = self._config.trainer.ppo.max_staleness if ahead is None else ahead
+        unread = iter(prompts)
+        begun = deque[Call[list[Sample]]]()
+        try:
+            while True:
+                for batch in unread:
+                    begun.append(self.sample(batch, **options))
+                    if len(begun) > num_ahead:
+                        break
+                if not begun:
+                    return
+                yield await begun.popleft()
+        finally:
+            for call in begun:
+                call.cancel()
+
+    def rows(
+        self,
+        samples: Seq[Sample],
+        rewards: Seq[float | None],
+        *,
+        advantage: str | None = None,
+        **options: Any,
+    ) -> list[Sequence]:
+        """Return training rows: each sample with its advantage relative to its prompt's samples.
+
+        Args:
+            samples: The samples.
+            rewards: One for each. None: no reward; the sample gets no row.
+            advantage: grpo, dr_grpo, rloo, …; None: that of the options.
+            options: Other options of `advantage`.
+
+        Raises:
+            UserError: The numbers of samples and rewards differ, or an option is wrong.
+        """
+        if advantage is not None:
+            options["type"] = advantage
+        config = changed(self._config.trainer.ppo.advantage, "rows", options)
+        return make_rows(samples, rewards, config)
+
+    # ------------------------------------------------------------ training
+
+    def forward(self, rows: Seq[Sequence], *, field: str = "") -> Call[list[np.ndarray]]:
+        """Compute the logprobs of rows under the weights that are trained, without gradient.
+
+        Args:
+            rows: The rows.
+            field: The result also becomes this field of the rows: "prox_logprobs", if several
+                updates train on the rows and the loss clips the ratio to the weights before them.
+
+        Returns:
+            Logprobs at the row's temperature, float32 [T] for each row, 0 outside `loss_mask`.
+        """
+        return self._begin(self._policy.logprobs, [*rows], field)
+
+    def forward_backward(
+        self,
+        rows: Seq[Sequence],
+        loss: str | OwnLoss | None = None,
+        **options: Any,
+    ) -> Call[Stats]:
+        """Add the gradient of a loss to that of the calls since the last `optim_step`.
+
+        If the rows have no field `loss_weight`, the loss is the mean over their loss tokens (or
+        `loss.reduction`): gradients of several calls are then a sum of means. If they have no
+        field `prox_logprobs`, a decoupled loss takes them from this pass and sets the field.
+
+        Args:
+            rows: Rows of `Session.rows`, of `Sample.row`, or your own. Do not change them before
+                the call has ended.
+            loss: An objective (ppo, cispo, sapo, …); a preset (grpo, gspo, dapo, …), of which the
+                loss and its KL penalty are used; or a function of a `LossInput` that returns a
+                loss, or a loss and a dict of sums. None: `loss` of the options.
+            options: Options of the loss, as in eps_high=0.28.
+
+        Returns:
+            The loss's sums over tokens, each weighted by `loss_weight`, such as `loss`, `ratio` and
+            `entropy`; and `tokens`, `microbatches`, `computed_tokens`. If the call fails, the whole
+            gradient since the last `optim_step` is dropped.
+
+        Raises:
+            UserError: There are no rows, a row is older than `max_staleness`, or the loss is
+                wrong; in the call: a row lacks a field.
+        """
+        if not rows:
+            raise UserError("forward_backward: there are no rows. Pass at least one.")
+        ready = make_loss(self._config, loss, options)
+        self._check_staleness(rows)
+        return self._begin(self._policy.forward_backward, [*rows], ready)
+
+    def _check_staleness(self, rows: Seq[Sequence]) -> None:
+        """Refuse rows with loss tokens older than `max_staleness`.
+
+        Raises:
+            UserError: There are some.
+        """
+        limit = self._config.trainer.ppo.max_staleness
+        for index, row in enumerate(rows):
+            if "versions" not in row.fields or not row.loss_mask.any():
+                continue
+            oldest = int(row.fields["versions"][row.loss_mask].min())
+            if self._version - oldest > limit:
+                raise UserError(
+                    f"forward_backward: row {index} has tokens of version {oldest}, and the "
+                    f"weights have version {self._version}: max_staleness={limit} is exceeded. "
+                    "Train samples earlier, sample fewer batches ahead, or raise max_staleness."
+                )
+
+    def optim_step(self, lr: float | None = None) -> Call[Stats]:
+        """Apply the gradient of all `forward_backward` calls since the last update.
+
+        Args:
+            lr: Learning rate; None: that of the schedule (`lr`, `optimizer`, `total_steps`).
+
+        Returns:
+            `grad_norm` before clipping, `lr`, and `skipped_update`: 1 if the norm is not finite;
+            the update was then skipped.
+
+        Raises:
+            UserError: `lr` is negative; in the call: there is no gradient.
+        """
+        if lr is not None and not 0 <= lr < float("inf"):
+            raise UserError(f"optim_step: lr={lr}: use a number of at least 0.")
+        return self._begin(self._policy.engine.optim_step, lr=lr)
+
+    def publish(self) -> Call[PublishReport]:
+        """Update all servers to the weights that are trained, as their next version.
+
+        Servers pause, load the weights, and continue open answers after their last token. Later
+        engine calls run during the update.
+
+        Returns:
+            The costs in seconds; `version`.
+
+        Raises:
+            RoleError: In the call: no server has confirmed the version.
+        """
+        self._check()
+        return self._publish(self._version + 1)
+
+    def _publish(self, version: int) -> Call[PublishReport]:
+        self._version = version
+        staged = self._calls.submit(self._stage, version, self._pushed)
+        self._pushed = self._pusher.submit(self._push, version, staged)
+        return Call(self._pushed, self._calls)
+
+    def _stage(self, version: int, pushed: Future[PublishReport] | None) -> None:
+        """Stage the weights in the engine's thread, after the push of the version before."""
+        if pushed is not None:
+            wait([pushed])
+        self._policy.stage(version)
+
+    def _push(self, version: int, staged: Future[None]) -> PublishReport:
+        """Update the servers in the thread of pushes."""
+        staged.result()
+        try:
+            report = self._policy.push(version)
+        except RoleError:
+            if self._sampler is not None:
+                self._sampler.check()  # the end of the servers may be the reason
+            raise
+        self._confirmed = version
+        return report
+
+    # ------------------------------------------------------------ files
+
+    def save(self, name: str) -> Call[Path]:
+        """Write the weights and the optimizer's state under a name; an older state is replaced.
+
+        Returns:
+            The folder, `runs/arealite/TRIAL/checkpoints/NAME`. It is complete or absent.
+
+        Raises:
+            UserError: The name is no file name.
+        """
+        return self._begin(self._policy.save, self._state_folder(name))
+
+    def load(self, name: str) -> Call[None]:
+        """Read a state that `save` wrote, in this session or in an earlier one of the same trial.
+
+        The gradient is dropped. Servers keep their weights until `publish`.
+
+        Raises:
+            UserError: The name is no file name; in the call: there is no such state, or it is of
+                another model or optimizer.
+        """
+        return self._begin(self._policy.load, self._state_folder(name))
+
+    def export(self, folder: str | Path) -> Call[None]:
+        """Write the model as a Hugging Face folder, with its adapter if there is one."""
+        return self._begin(self._policy.engine.export, Path(folder).absolute())
+
+    def _state_folder(self, name: str) -> Path:
+        check_name("name", name)
+        return run_paths(self._config).checkpoints / name
+
+
+def _check_input(config: ExperimentConfig) -> None:
+    """Check the options, the model, the folders and the servers, in the order of their cost.
+
+    Raises:
+        UserError: A check failed.
+    """
+    import torch.distributed as dist
+
+    ppo = config.trainer.ppo
+    if ppo.publisher.type != "disk":
+        raise UserError(
+            f"trainer.ppo.publisher.type={ppo.publisher.type}: a session publishes through files. "
+            "Use disk."
+        )
+    if dist.is_initialized():
+        raise UserError(
+            "this process has a process group of torch.distributed, or another session. Close it."
+        )
+    NameRegistry.of(config).check()
+    preflight.check_options(config)
+    model, _ = preflight.check_model_folder(config)
+    preflight.check_tensors(config)
+    preflight.check_run_folder(config)
+    preflight.check_addresses(config)
+    if not config.launcher.llm_servers:
+        preflight.find_servers(config, model)
