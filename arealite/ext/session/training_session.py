@@ -158,7 +158,7 @@ class Session:
             self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
         run_paths(config).logs.mkdir(exist_ok=True)
         if not structlog.is_configured():
-            log.setup("session", "warning")
+            log.setup("session", "error")
         return config
 
     async def close(self) -> None:
