@@ -427,8 +427,8 @@ class Session:
 
     def _push(self, version: int, staged: Future[None]) -> PublishReport:
         """Update the servers in the thread of pushes."""
-        staged.result()
         try:
+            staged.result()
             report = self._policy.push(version)
         except RoleError:
             if self._sampler is not None:
