@@ -221,7 +221,7 @@ test-peers: $(PEERS_VENV)/.dev
 
 # Tests marked part: a short part of each suite that `.ci/run` does not run. pytest imports every file that is named.
 test-parts: $(VENV)/.envs
-	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/attacks tests/impl/engine/test_policy_trl.py tests/ext/offline/test_offline_peers.py
+	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/attacks tests/impl/engine/test_policy_trl.py tests/ext/offline/test_offline_peers.py tests/ext/distillation/test_divergence_trl.py
 
 test-nightly: $(VENV)/.dev
 	$(PY) tools/nightly.py

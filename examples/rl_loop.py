@@ -25,7 +25,7 @@ Loop = Callable[[arealite.Session], Awaitable[None]]
 SEED = 1
 STEPS, GROUPS, GROUP_SIZE, UPDATES = 80, 64, 8, 2
 """Number of batches; tasks per batch; answers per task; optimizer steps per batch."""
-OPTIONS = {
+OVERRIDES = {
     "seed": SEED,
     "lr": 4e-4,
     "total_steps": STEPS,
@@ -90,7 +90,7 @@ async def main(run: Loop, options: dict[str, object]) -> None:
     about = sys.modules["__main__"].__doc__
     ArgumentParser(description=about, formatter_class=RawTextHelpFormatter).parse_args()
     model = make_kit(Path("runs/examples/kits/sorting"), SEED) / "model"
-    async with arealite.session(model, overrides=OPTIONS | options) as session:
+    async with arealite.session(model, overrides=OVERRIDES | options) as session:
         print(f"right answers before training: {await accuracy(session):.3f}")
         await run(session)
         print(f"right answers after training: {await accuracy(session):.3f}")

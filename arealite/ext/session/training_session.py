@@ -158,7 +158,7 @@ class Session:
             self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
         run_paths(config).logs.mkdir(exist_ok=True)
         if not structlog.is_configured():
-            log.setup("session", "warning")
+            log.setup("session", "error")
         return config
 
     async def close(self) -> None:
@@ -427,8 +427,8 @@ class Session:
 
     def _push(self, version: int, staged: Future[None]) -> PublishReport:
         """Update the servers in the thread of pushes."""
-        staged.result()
         try:
+            staged.result()
             report = self._policy.push(version)
         except RoleError:
             if self._sampler is not None:
