@@ -164,6 +164,10 @@ class TrainEngine(ABC):
         return stats | self.optim_step()
 
     @abstractmethod
+    def drop_gradient(self) -> None:
+        """Drop the gradient since the last `optim_step`."""
+
+    @abstractmethod
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write model, optimizer, schedule and `extra` to `folder`; each rank writes its shards."""
 

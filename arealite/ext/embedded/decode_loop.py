@@ -99,8 +99,13 @@ class Engine:
     # ------------------------------------------------------------ in the engine's thread
 
     def submit(self, *generations: Generation) -> None:
-        """Queue generations."""
-        self.waiting.extend(generations)
+        """Queue generations; one whose adapter was unloaded meanwhile fails."""
+        for generation in generations:
+            if generation.adapter and generation.adapter not in self.adapter_versions:
+                generation.error = f"The adapter '{generation.adapter}' was unloaded."
+                self._outbox.append(generation)
+            else:
+                self.waiting.append(generation)
 
     def abort(self, chosen: Callable[[Generation], bool]) -> None:
         """End the chosen generations with their output so far."""

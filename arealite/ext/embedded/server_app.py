@@ -17,6 +17,7 @@ from aiohttp import typedefs, web
 
 import arealite
 from arealite.base import log
+from arealite.base.model_folder import experts_of
 from arealite.ext.embedded import protocol
 from arealite.ext.embedded.decode_loop import Engine, LoopCommand
 from arealite.ext.embedded.generation import Generation
@@ -25,6 +26,7 @@ from arealite.ext.embedded.protocol import Empty, Handler, RequestRefused, Serve
 from arealite.ext.embedded.served_adapters import DEFAULT, read_low_rank
 from arealite.ext.embedded.weight_loading import (
     ServedWeights,
+    check_base,
     check_layout,
     is_adapter,
     stage_adapter,
@@ -246,19 +248,36 @@ class App:
         """
         if is_adapter(path):
             return stage_adapter(self.weights, self.engine.decoder.adapters, path)
-        load = stage_weights(self.weights, path)
-        return partial(self._replace_weights, load)
+        return self._replacing(lambda: stage_weights(self.weights, path))
 
-    def _replace_weights(self, load: LoopCommand) -> None:
-        """Load whole weights; they contain the changes of the default adapter."""
-        self.weights.is_base = False
-        self.engine.decoder.adapters.remove(DEFAULT)
-        load()
+    def _replacing(self, stage: Callable[[], LoopCommand]) -> LoopCommand:
+        """Check whole weights, which contain the changes of the default adapter.
+
+        Returns:
+            A function that loads them and removes the default adapter.
+
+        Raises:
+            RequestRefused: See `stage`; or an adapter is loaded by name, which would change other
+                weights than before.
+        """
+        if self.engine.adapter_versions:
+            raise RequestRefused(
+                "Failed to update weights: adapters are loaded by name. Unload them first."
+            )
+        load = stage()
+
+        def replace() -> None:
+            self.weights.is_base = False
+            self.engine.decoder.adapters.remove(DEFAULT)
+            load()
+
+        return replace
 
     async def _load_adapter(self, body: protocol.LoadLoRAAdapterReqInput) -> JsonBody:
         """Load an adapter that requests may name; other requests are not interrupted."""
         name = body.lora_name
         version = body.weight_version
+        self._check_base(body.lora_path)
         low_rank = await asyncio.to_thread(
             read_low_rank, self.engine.decoder.model, Path(body.lora_path)
         )
@@ -266,6 +285,21 @@ class App:
         self.model.adapters[name] = version
         logger.info("adapter loaded", name=name, version=version, path=body.lora_path)
         return {"success": True, "loaded_adapters": {**self.model.adapters}}
+
+    def _check_base(self, path: str) -> None:
+        """Refuse an adapter by name unless all rows of a batch share the weights of its base.
+
+        Raises:
+            RequestRefused: The model has experts, or other weights than its folder.
+        """
+        config = self.engine.decoder.model.config.to_dict()
+        if experts_of(config) is not None:
+            raise RequestRefused("A mixture of experts serves no adapters by name.")
+        if not self.weights.is_base:
+            raise RequestRefused(
+                "The server's weights were updated: they are not those of an adapter's base."
+            )
+        check_base(self.weights, path)
 
     async def _unload_adapter(self, body: protocol.UnloadLoRAAdapterReqInput) -> JsonBody:
         name = body.lora_name
@@ -297,7 +331,7 @@ class App:
             member.parts,
             is_last=body.weight_version is not None,
         )
-        note = await self._update(body, lambda: partial(self._replace_weights, stage()))
+        note = await self._update(body, lambda: self._replacing(stage))
         return _done("Succeeded to update parameter online." + note)
 
     async def _update(

@@ -111,6 +111,19 @@ def is_adapter(path: str) -> bool:
     return (Path(path) / "adapter_config.json").is_file()
 
 
+def check_base(weights: ServedWeights, path: str) -> None:
+    """Check that an adapter is of the model folder that the server was started with.
+
+    Raises:
+        RequestRefused: It is of another one.
+    """
+    base = read_json(Path(path), "adapter_config.json").get("base_model_name_or_path")
+    if not base or Path(base).resolve() != weights.folder.resolve():
+        raise RequestRefused(
+            f"Failed to load adapter: it is of {base}, but the server serves {weights.folder}."
+        )
+
+
 def stage_adapter(
     weights: ServedWeights,
     adapters: ServedAdapters,
@@ -126,11 +139,9 @@ def stage_adapter(
         RequestRefused: The adapter does not fit, or is of another model folder.
     """
     low_rank_by_layer = read_low_rank(weights.model, Path(path))
-    base = read_json(Path(path), "adapter_config.json").get("base_model_name_or_path")
-    if not base or Path(base).resolve() != weights.folder.resolve():
-        raise RequestRefused(
-            f"Failed to load adapter: it is of {base}, but the server serves {weights.folder}."
-        )
+    check_base(weights, path)
+    if not weights.is_base and adapters.names - {DEFAULT}:
+        raise RequestRefused("Failed to load adapter: unload the adapters with a name first.")
     reload = None if weights.is_base else stage_weights(weights, str(weights.folder))
 
     def load() -> None:

@@ -1,6 +1,7 @@
 """Adapters as an extension of the engine: the model is frozen, and its adapters train.
 
-Servers and exports get merged weights under the names of the Hugging Face folder.
+Exports, and servers that cannot load adapters, get merged weights under the names of the Hugging
+Face folder.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class Adapters(EngineExtension):
         if dist.get_rank() == 0:
             lora.report(self._module, [] if self._folder else options.targets)
         if setup.is_trained:
-            self.adapter_config = lora.config_fields(self._config, self._source)
+            self.adapter_config = lora.config_fields(self._config, self._source.resolve())
         self.own_parameters = lora.adapter_names(self._module)
         self.file_names = lora.file_names(self._module)
         self._values = dict[str, torch.Tensor]()

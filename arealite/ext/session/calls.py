@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -12,8 +13,15 @@ T = TypeVar("T")
 class Call(Generic[T]):
     """The result of a call, once it is there: `await` it, or call `result` in a plain script."""
 
-    def __init__(self, future: Future[T], calls: "Calls") -> None:
+    def __init__(
+        self,
+        future: Future[T],
+        calls: "Calls",
+        *,
+        is_cancelled_with_its_wait: bool = False,
+    ) -> None:
         self._future = future
+        self._is_cancelled_with_its_wait = is_cancelled_with_its_wait
         self._calls = calls
         self._is_awaited = False
         future.add_done_callback(self._on_end)
@@ -21,7 +29,10 @@ class Call(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         self._begin_wait()
         try:
-            return (yield from asyncio.wrap_future(self._future).__await__())
+            ended = asyncio.wrap_future(self._future)
+            if not self._is_cancelled_with_its_wait:
+                ended = asyncio.shield(ended)
+            return (yield from ended.__await__())
         except BaseException as error:
             self._end_wait(error)
             raise
@@ -51,9 +62,9 @@ class Call(Generic[T]):
         return self._future.cancel()
 
     def _begin_wait(self) -> None:
-        self._is_awaited = True
         if not self._future.done():
             self._calls.check()
+        self._is_awaited = True
 
     def _end_wait(self, error: BaseException) -> None:
         """Note that the user has seen a failure, and that nobody waits now."""
@@ -80,10 +91,17 @@ class Calls:
     they fail with the same error. An update with half of a gradient is therefore never applied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Start no thread yet.
+
+        Args:
+            on_failure: Called in the engine's thread after a failed engine call.
+        """
+        self._on_failure = on_failure
         self._engine_thread = ThreadPoolExecutor(1, "session engine")
         self._unseen: list[BaseException] = []
         """Failures of calls that nobody waited for, oldest first."""
+        self._lock = Lock()
         self._num_submitted = 0
         self._failure: BaseException | None = None
         """Failure of the newest engine call that ran; None if it succeeded."""
@@ -105,15 +123,17 @@ class Calls:
 
     def mark_seen(self, error: BaseException) -> None:
         """Note that the user has seen a failure: later engine calls run."""
-        self._unseen = [failure for failure in self._unseen if failure is not error]
+        with self._lock:
+            self._unseen = [failure for failure in self._unseen if failure is not error]
         if error is self._failure and self._end_of_skipped == math.inf:
             self._end_of_skipped = self._num_submitted
 
     def add_failure(self, error: BaseException) -> None:
         """Keep a failure of a call that nobody waits for."""
         is_seen = error is self._failure and self._end_of_skipped < math.inf
-        if not is_seen and error not in self._unseen:
-            self._unseen.append(error)
+        with self._lock:
+            if not is_seen and error not in self._unseen:
+                self._unseen.append(error)
 
     def close(self, *, cancel: bool) -> None:
         """End the thread after its jobs.
@@ -132,4 +152,5 @@ class Calls:
         except BaseException as error:
             self._end_of_skipped = math.inf
             self._failure = error
+            self._on_failure()
             raise

@@ -9,6 +9,7 @@ from arealite.api.engine import Sequence, Stats, TrainEngine, Training
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.base import entries
+from arealite.base.errors import RoleError
 from arealite.ext.session.call_loss import Loss, weighted_rows
 from arealite.impl.trainer.base import (
     make_engine,
@@ -100,6 +101,11 @@ class Policy:
                 row.fields[field] = copy.fields[field]
         return stats
 
+    def drop_gradient(self) -> None:
+        """Drop the gradient since the last update."""
+        if self._publisher is not None:
+            self.engine.drop_gradient()
+
     def stage(self, version: int) -> None:
         """Copy the weights for the servers."""
         assert self._publisher is not None, "load_model first"
@@ -111,6 +117,8 @@ class Policy:
         assert self._publisher is not None, "load_model first"
         report = self._publisher.push(version)
         _ = self._publisher.needs_republish  # raises if no server takes the weights
+        if not report.servers:
+            raise RoleError("no server has confirmed it. Publish again.")
         return report
 
     def save(self, path: Path) -> Path:

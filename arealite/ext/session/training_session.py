@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -17,6 +17,7 @@ import structlog
 from arealite.api.agent import load_tokenizer
 from arealite.api.engine import Sequence, Stats
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
 from arealite.base import log
@@ -107,7 +108,7 @@ class Session:
         self._model = model
         self._words = user_words
         self._resources = ExitStack()
-        self._calls = Calls()
+        self._calls = Calls(on_failure=self._drop_gradient)
         self._pusher = ThreadPoolExecutor(1, "session publish")
         self._pushed: Future[PublishReport] | None = None
         self._version = 0
@@ -189,6 +190,9 @@ class Session:
             self._sampler = None
         self._resources.close()
 
+    def _drop_gradient(self) -> None:
+        self._policy.drop_gradient()
+
     def _check(self) -> SamplingThread:
         """Return the sampling thread of a started session.
 
@@ -249,13 +253,14 @@ class Session:
         if max_tokens is not None:
             options["max_new_tokens"] = max_tokens
         sampling = changed(self._config.trainer.ppo.collector.sampling, "sample", options)
+        _check_sampling(sampling)
         future = sampler.submit(
             tokenized(prompts, self._tokenizer),
             sampling,
             num_samples=n,
             min_version=self._confirmed,
         )
-        return Call(future, self._calls)
+        return Call(future, self._calls, is_cancelled_with_its_wait=True)
 
     async def batches(
         self,
@@ -266,7 +271,7 @@ class Session:
     ) -> AsyncIterator[list[Sample]]:
         """Yield the samples of each batch of prompts, while `ahead` further batches are sampled.
 
-        With one `publish` for each batch, no token is older than `ahead` versions.
+        If one `publish` is awaited for each batch, no token is older than `ahead` versions.
 
         Args:
             prompts: Batches of prompts. A batch is read when its sampling begins.
@@ -430,10 +435,10 @@ class Session:
         try:
             staged.result()
             report = self._policy.push(version)
-        except RoleError:
+        except (RoleError, CancelledError) as error:
             if self._sampler is not None:
                 self._sampler.check()  # the end of the servers may be the reason
-            raise
+            raise RoleError(f"version {version} was not published: {error}") from error
         self._confirmed = version
         return report
 
@@ -470,6 +475,19 @@ class Session:
         return run_paths(self._config).checkpoints / name
 
 
+def _check_sampling(sampling: SamplingConfig) -> None:
+    """Refuse options with which some tokens cannot be sampled.
+
+    Raises:
+        UserError: One is set.
+    """
+    if sampling.num_truncated > 0:
+        raise UserError(
+            "sample: with top_p, top_k, min_p or min_new_tokens, training would be off-policy, "
+            "because samples do not record which tokens could be sampled. Leave these options out."
+        )
+
+
 def _check_input(config: ExperimentConfig) -> None:
     """Check the options, the model, the folders and the servers, in the order of their cost.
 
@@ -484,6 +502,7 @@ def _check_input(config: ExperimentConfig) -> None:
             f"trainer.ppo.publisher.type={ppo.publisher.type}: a session publishes through files. "
             "Use disk."
         )
+    _check_sampling(ppo.collector.sampling)
     if dist.is_initialized():
         raise UserError(
             "this process has a process group of torch.distributed, or another session. Close it."

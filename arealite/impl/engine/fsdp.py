@@ -188,7 +188,7 @@ class FSDPEngine(TrainEngine):
             plan = self._plan(group_rows, rows_per_example)
             stats = self._add_gradient(group_rows, plan, loss_fn, record_outputs)
         except BaseException:
-            self.optimizer.drop_gradient()
+            self.drop_gradient()
             models.reset(self._model)
             self._extensions.take_stats()
             raise
@@ -253,6 +253,10 @@ class FSDPEngine(TrainEngine):
             )
         return outcome
 
+    def drop_gradient(self) -> None:
+        """Clear the gradients of all parameters; see TrainEngine."""
+        self.optimizer.drop_gradient()
+
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
         save_state(self._live_state(), checkpoint_id=folder / "state")
@@ -269,7 +273,7 @@ class FSDPEngine(TrainEngine):
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         models.reshard(self._model)
-        self.optimizer.drop_gradient()
+        self.drop_gradient()
         state = self._live_state()
         _check_tensors(state, folder)
         load_state(state, checkpoint_id=folder / "state")

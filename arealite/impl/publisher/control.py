@@ -177,7 +177,7 @@ class ServerControl(ABC):
 
     @abstractmethod
     async def load_folder(self, folder: Path, version: int) -> None:
-        """Load all weights of a version from a Hugging Face folder."""
+        """Load a version: a Hugging Face folder, or an adapter if `serves_adapters`."""
 
     @abstractmethod
     async def join_group(self, group: WeightGroup, rank_offset: int) -> None:

@@ -23,7 +23,7 @@ from arealite.base.model_folder import read_shapes
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
-from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
+from arealite.impl.publisher.servers import PartialUpdate, ServersPublisher, ServersUpdate
 from arealite.system.names.name_registry import Entry
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -134,10 +134,12 @@ class DiskPublisher(ServersPublisher):
 
     def close(self) -> None:
         super().close()
-        if self._lock is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._lock)
+        with self._closing:
+            lock = self._lock
             self._lock = None
+        if lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(lock)
             del self.folder  # a later stage makes another one
 
     async def update_server(self, server: ServerControl, version: int) -> None:
@@ -150,7 +152,12 @@ class DiskPublisher(ServersPublisher):
 
         update = ServersUpdate(self, [server], version)
         await update.pause()
-        await update.send(load)
+        try:
+            await update.send(load)
+        except PartialUpdate:
+            if self._is_adapter(version):
+                server.serves_adapters = False  # it may load whole weights
+            raise
         await update.finish()
 
     def _folder_of(self, version: int) -> Path:

@@ -199,10 +199,16 @@ async def test_adapter_is_replaced_while_requests_of_others_go_on(
             part = slice(span["start"], span["end"])
             assert np.abs(logprobs[part] - expected[part]).max() < 2e-5
 
+        whole = {"model_path": str(model), "weight_version": "9"}
+        refused = await post("/update_weights_from_disk", **whole)
+        assert "adapters are loaded by name" in refused["message"]
         assert (await post("/unload_lora_adapter", lora_name="a"))["loaded_adapters"] == {"b": "0"}
         assert "no adapter 'a' is loaded" in (await generate("a"))["error"]["message"]
         unknown = await post("/unload_lora_adapter", lora_name="a")
         assert unknown["message"] == "No adapter 'a' is loaded."
+        await post("/unload_lora_adapter", lora_name="b")
+        assert (await post("/update_weights_from_disk", **whole))["success"]
+        assert "not those of an adapter's base" in (await load("a", adapters[0], "1"))["message"]
 
 
 @pytest.mark.parametrize(

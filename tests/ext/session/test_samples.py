@@ -204,6 +204,8 @@ REFUSED_SAMPLES: list[tuple[Any, dict[str, Any], str]] = [
     ("1", {"temperatur": 1.0}, "there is no option 'temperatur'. Options: temperature"),
     ("1", {"top_p": 2.0}, "sample: top_p=2.0"),
     ("1", {"stop": 5}, "sample: stop"),
+    ("1", {"top_p": 0.9}, "samples do not record which tokens could be sampled"),
+    ("1", {"min_new_tokens": 2}, "samples do not record which tokens could be sampled"),
 ]
 
 

@@ -99,6 +99,9 @@ class ScriptedEngine(TrainEngine):
         (path / "extra").write_text(f"{extra['step']} {self.updates}")
         self.extra = extra
 
+    def drop_gradient(self) -> None:
+        self.events.add(f"{self.name}drop_gradient")
+
     def load(self, path: Path) -> dict[str, Any]:
         step, self.updates = map(int, (path / "extra").read_text().split())
         self.events.add(f"{self.name}load step-{step:06d}")
