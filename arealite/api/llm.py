@@ -141,7 +141,8 @@ class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
     """float32, as `top_ids`: their log-probabilities in the distribution that was sampled from;
     -inf where the id is -1."""
     prompt_logprobs: list[float] = []
-    """Of each token of the prompt but the first one, at temperature 1; [] if not requested."""
+    """The logprob of each token of the prompt but the first one, at temperature 1; [] if not
+    requested."""
     prompt_top_tokens: list[Any] = []
     """`ServerAnswer.prompt_top_tokens`, if `sampling.top_logprobs` asks for them, too."""
 

@@ -99,8 +99,8 @@ class ServerAnswer:
     expert_ids: np.ndarray | None = None
     """Recorded experts, [inputs, layers, experts per token] in one dimension."""
     prompt_logprobs: list[float] = field(default_factory=list[float])
-    """Of each token of the prompt but the first one, NaN for no number; [] if the server returns
-    none."""
+    """The logprob of each token of the prompt but the first one, NaN for no number; [] if the
+    server returns none."""
     prompt_top_tokens: list[TopRow] = field(default_factory=list[TopRow])
     """The most probable tokens at the place of each token of the prompt but the first one."""
 

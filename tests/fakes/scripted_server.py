@@ -116,7 +116,7 @@ class ScriptedServer(ABC):
         self.stubborn = 0
         """Number of further requests to continue that are ignored."""
         self.weights_after: WeightFault = loads
-        """What updates really do to the weights."""
+        """Returns the weights after an update."""
         self.keeps_prefixes = False
         """True: updates leave the cached prefixes of the weights before."""
         self._loaded = "default"

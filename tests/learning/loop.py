@@ -135,7 +135,7 @@ class Task:
         self.rows, self.ppo, self.sampler = rows, config.trainer.ppo, sampler
         self.rounds = 0
         self.metrics: list[dict[str, float]] = []
-        """Of each step."""
+        """The metrics of each step."""
 
     def start(self, step: int) -> TrainerReady:
         return TrainerReady(step=step, rolled_back_groups=0)
@@ -237,7 +237,7 @@ class Learned(NamedTuple):
     """Accuracy of the first policy."""
     after: float
     metrics: list[dict[str, float]]
-    """Of each step."""
+    """The metrics of each step."""
 
 
 def learn(

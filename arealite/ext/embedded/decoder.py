@@ -355,7 +355,6 @@ class Decoder(BaseDecoder):
 
     def decode(self) -> None:
         settings = self._settings or self._rebuild()
-        self.adapters.select([generation.adapter for generation in self.running])
         width = round_up(self._longest + 1, WIDTH_BLOCK)
         positions_B1 = self._lengths_B[:, None]
         self._cache.reserve(len(self.running), width)
@@ -435,5 +434,6 @@ class Decoder(BaseDecoder):
         self._tokens_B = torch.tensor(last_tokens, device=self._device)
         rows_B = torch.arange(len(self.running), device=self._device)
         self._rows_B1 = rows_B[:, None]
+        self.adapters.select([generation.adapter for generation in self.running])
         self._settings = self._settings_of(self.running)
         return self._settings

@@ -74,7 +74,7 @@ class Generation:
     scored_from: int | None = None
     """First position of the prompt whose later tokens are scored; None: no token is."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Of the tokens after `scored_from`, at temperature 1."""
+    """The log-probabilities of the tokens after `scored_from`, at temperature 1."""
     prompt_top_tokens: list[TopTokens] = field(default_factory=lambda: list[TopTokens]())
     """At the same positions."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)

@@ -24,12 +24,12 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_headers
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.models.adapter_folder import PREFIX, read_adapter
+from arealite.ext.models.lora import LINEAR, with_product
 from arealite.impl.weights.tensor_names import tensor_reader
 
 DEFAULT = ""
 """The name of the adapter of requests that name none."""
 SIDES = (".lora_A.weight", ".lora_B.weight")
-LINEAR = (nn.Linear, Conv1D)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,14 @@ class LowRank:
         return (output + change).to(output.dtype)
 
     def merged(self, weight: Tensor, *, is_transposed: bool) -> Tensor:
-        """Return the layer's weight with the adapter, in float32; see `lora.merged`."""
-        if is_transposed:
-            return weight.float().addmm(self.down_RI.T, self.up_OR.T, alpha=self.scaling)
-        return weight.float().addmm(self.up_OR, self.down_RI, alpha=self.scaling)
+        """Return the layer's weight with the adapter, in float32."""
+        return with_product(
+            weight.float(),
+            self.down_RI,
+            self.up_OR,
+            self.scaling,
+            is_transposed=is_transposed,
+        )
 
 
 LowRankByLayer = Mapping[str, LowRank]

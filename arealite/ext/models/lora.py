@@ -298,7 +298,27 @@ def merged(
     down = full(layer.lora_A[NAME].weight.detach())
     weight = full(param.detach()).float()
     scaling = layer.scaling[NAME]
-    if layer.fan_in_fan_out:  # the weight is [inputs, outputs]
+    return with_product(weight, down, up, scaling, is_transposed=layer.fan_in_fan_out)
+
+
+def with_product(
+    weight: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    scaling: float,
+    *,
+    is_transposed: bool,
+) -> torch.Tensor:
+    """Return a float32 weight [outputs, inputs] + scaling · up · down.
+
+    Args:
+        weight: The weight of the layer.
+        down: Matrix A, [rank, inputs].
+        up: Matrix B, [outputs, rank].
+        scaling: The factor of the product.
+        is_transposed: The weight is [inputs, outputs], as in GPT-2.
+    """
+    if is_transposed:
         return weight.addmm(down.T, up.T, alpha=scaling)
     return weight.addmm(up, down, alpha=scaling)
 

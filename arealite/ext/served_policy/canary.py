@@ -107,9 +107,9 @@ class Canary:
         self._expected = dict[int, np.ndarray]()
         """The trainer's scores by version [T]: of the first version, and of the newest ones."""
         self._fingerprint = ""
-        """Of the weights that were sent last."""
+        """The fingerprint of the weights that were sent last."""
         self._tolerances = dict[str, Tolerance]()
-        """By server; a restarted server keeps its own."""
+        """The tolerance of each server; a restarted server keeps its own."""
         self._latest = dict[str, tuple[int, np.ndarray]]()
         """The version and the scores [T] of each server's latest proof."""
         self._warnings = set[tuple[str, str]]()

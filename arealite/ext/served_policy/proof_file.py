@@ -23,7 +23,7 @@ class VersionScores(msgspec.Struct, kw_only=True, tag="version"):
 
     version: int
     scores: list[float]
-    """Of each token of the row but the first one."""
+    """The log-probability of each token of the row but the first one."""
     seconds: float
     """Time of the forward pass."""
 
@@ -52,7 +52,7 @@ class SentVersion(msgspec.Struct, kw_only=True):
     """The ledger's record of a version."""
 
     fingerprint: str
-    """Of the weights that were sent to the servers."""
+    """The fingerprint of the weights that were sent to the servers."""
     scores: list[float]
     """The trainer's scores."""
 

@@ -59,14 +59,14 @@ class Meta(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None
     """None before the end of a stream."""
     output_token_logprobs: list[TokenScore] = []
-    """Of each token."""
+    """The score of each sampled token."""
     output_top_logprobs: list[TopRow] | None = None
     is_renormalized: bool = False
     """Reported by the embedded server."""
     input_token_logprobs: list[TokenScore] = []
-    """Of each token of the prompt, with logprob_start_len=0."""
+    """The score of each token of the prompt, with logprob_start_len=0."""
     input_top_logprobs: list[TopRow | None] = []
-    """Of the most probable tokens at each place of the prompt."""
+    """The scores of the most probable tokens at each place of the prompt."""
     weight_versions: list[VersionSpan] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None

@@ -84,7 +84,7 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
 
 
 PromptPlace = dict[int, PromptLogprob]
-"""By token id: the token of the prompt itself, which comes first, and the most probable ones."""
+"""Scores by token id: first the token of the prompt itself, then the most probable tokens."""
 
 
 class VLLMAnswerBody(msgspec.Struct, kw_only=True):

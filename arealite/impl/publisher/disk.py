@@ -122,7 +122,9 @@ class DiskPublisher(ServersPublisher):
 
     def _is_adapter(self, version: int | None) -> bool:
         """Return whether a staged version is an adapter alone."""
-        return version is not None and (self._folder_of(version) / ADAPTER_CONFIG).exists()
+        if self._adapter_config is None or version is None:
+            return False
+        return (self._folder_of(version) / ADAPTER_CONFIG).exists()
 
     def push(self, version: int) -> PublishReport:
         """Update the servers, then remove every staged version except `version`."""
