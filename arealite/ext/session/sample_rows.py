@@ -47,6 +47,12 @@ class Sample:
     routing: bytes = field(default=b"", repr=False)
     """Experts of a mixture, for all tokens but the last one, uint8 [T - 1, R]; b"": no record."""
 
+    top_ids: np.ndarray | None = field(default=None, repr=False)
+    """int32 [N, K], with `top_logprobs=K`: the most probable tokens at each sampled token, by
+    falling probability; -1: no further one."""
+    top_logprobs: np.ndarray | None = field(default=None, repr=False)
+    """float32 [N, K]: their log-probabilities; -inf: no further one."""
+
     def row(self, advantage: float = 1.0) -> Sequence:
         """Return the training row of this answer, for `Session.forward_backward`.
 
@@ -105,6 +111,18 @@ def make_rows(
         if reward is not None:
             rows.append(sample.row(advantage))
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """Log-probabilities of the T tokens of a prompt but the first one, at temperature 1, in nats."""
+
+    logprobs: np.ndarray
+    """float32 [T - 1]"""
+    top_ids: np.ndarray
+    """int32 [T - 1, K]: the most probable tokens at each place, by falling probability; -1: none."""
+    top_logprobs: np.ndarray
+    """float32 [T - 1, K]; -inf: none."""
 
 
 class TokenizedPrompt(NamedTuple):

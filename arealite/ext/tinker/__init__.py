@@ -1,0 +1,1 @@
+"""An HTTP service that the public `tinker` SDK speaks to."""

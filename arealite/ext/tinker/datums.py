@@ -1,0 +1,160 @@
+"""Turns a client's data into training rows, and the engine's outputs into results.
+
+A datum has T input tokens and T targets: input i predicts target i. Usually target i is input
+i + 1, and the row is the inputs and the last target. Otherwise the row names its targets by
+`top_ids`.
+Shape letters: T = inputs, K = targets of an input.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from arealite.api.engine import Sequence as Row
+from arealite.base.errors import UserError
+from arealite.ext.tinker import messages
+from arealite.ext.tinker.named_losses import HAS_TARGET, OUTPUT, find_loss
+
+TARGETS = "target_tokens"
+MAX_TARGETS = 256
+"""Largest number of targets of an input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datum:
+    """A datum of a client."""
+
+    tokens_T: np.ndarray
+    """int32"""
+    targets: np.ndarray
+    """int64, [T] or [T, K]; -1: none."""
+    inputs: Mapping[str, np.ndarray]
+    """float32, as `targets`: the inputs of the loss."""
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether each target but the last one is the next input."""
+        return self.targets.ndim == 1 and np.array_equal(self.targets[:-1], self.tokens_T[1:])
+
+
+def read_datum(message: Any, loss: str, *, vocabulary: int, longest: int) -> Datum:
+    """Read a datum.
+
+    Args:
+        message: The protobuf message `Datum`.
+        loss: Name of the loss.
+        vocabulary: Number of token ids.
+        longest: Largest number of tokens.
+
+    Raises:
+        UserError: It is not plain text, an input of the loss is missing or of another shape, or a
+            token is not in the vocabulary.
+    """
+    parts = list[np.ndarray]()
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text") or len(chunk.encoded_text.tokens) % 4:
+            raise UserError("model_input: this service takes text tokens only, no images or audio.")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    tokens_T = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    if not 0 < len(tokens_T) < longest:
+        raise UserError(f"model_input has {len(tokens_T)} tokens: use 1 to {longest - 1}.")
+    names = find_loss(loss).inputs
+    lacking = [name for name in (TARGETS, *names) if name not in message.loss_fn_inputs]
+    if lacking:
+        raise UserError(f"loss_fn_inputs lack {', '.join(lacking)}, which {loss} needs.")
+    others = message.loss_fn_inputs.keys() - {TARGETS, *names}
+    if others:
+        raise UserError(
+            f"loss_fn_inputs: {loss} does not read {', '.join(sorted(others))}. Leave it out."
+        )
+    targets = messages.array_of(message.loss_fn_inputs[TARGETS]).astype(np.int64)
+    if targets.shape[:1] != tokens_T.shape or targets.ndim > 2:
+        raise UserError(
+            f"{TARGETS} has the shape {[*targets.shape]}: use [{len(tokens_T)}], the number of "
+            f"input tokens, or [{len(tokens_T)}, K]."
+        )
+    if targets.ndim == 2 and not 0 < targets.shape[1] <= MAX_TARGETS:
+        raise UserError(f"{TARGETS}: use 1 to {MAX_TARGETS} targets for an input.")
+    _check_ids("model_input", tokens_T, 0, vocabulary)
+    _check_ids(TARGETS, targets, -1, vocabulary)
+    inputs = dict[str, np.ndarray]()
+    for name in names:
+        values = messages.array_of(message.loss_fn_inputs[name]).astype(np.float32)
+        if values.shape != targets.shape or not np.isfinite(values).all():
+            raise UserError(
+                f"{name}: use finite numbers of the shape of {TARGETS}, {[*targets.shape]}."
+            )
+        inputs[name] = values
+    return Datum(tokens_T=tokens_T, targets=targets, inputs=inputs)
+
+
+def _check_ids(name: str, ids: np.ndarray, lowest: int, vocabulary: int) -> None:
+    if ids.min() < lowest or ids.max() >= vocabulary:
+        raise UserError(f"{name}: token ids must be in [0, {vocabulary}), the vocabulary.")
+
+
+def uses_top_ids(data: Sequence[Datum]) -> bool:
+    """Return whether the rows of a call name their targets by `top_ids`."""
+    return not all(datum.is_shifted for datum in data)
+
+
+def row_of(datum: Datum, adapter: str, *, num_targets: int) -> Row:
+    """Return the training row of a datum; its loss tokens are all tokens but the first.
+
+    Args:
+        datum: The datum.
+        adapter: Name of the adapter that computes it.
+        num_targets: K, the targets of an input in this call; 0: the next inputs are the targets.
+    """
+    last = max(0, int(datum.targets.flat[-1])) if num_targets == 0 else 0
+    tokens = np.append(datum.tokens_T, np.int32(last)).astype(np.int32)
+    targets = datum.targets
+    fields = {name: _field(values, num_targets) for name, values in datum.inputs.items()}
+    has_target = (targets >= 0).astype(np.float32)
+    fields[HAS_TARGET] = _field(has_target, num_targets)
+    top_ids = None
+    if num_targets:
+        ids = targets if targets.ndim == 2 else targets[:, None]
+        missing = num_targets - ids.shape[1]
+        top_ids = np.pad(ids, ((1, 0), (0, missing)), constant_values=-1).astype(np.int32)
+    return Row(
+        tokens=tokens,
+        loss_mask=np.arange(len(tokens)) > 0,
+        temperature=1.0,
+        fields=fields,
+        top_ids=top_ids,
+        adapter=adapter,
+    )
+
+
+def _field(values: np.ndarray, num_targets: int) -> np.ndarray:
+    """Return values of the targets as a field of the row, [T + 1] or [T + 1, K]."""
+    if not num_targets:
+        return np.pad(values, (1, 0))
+    columns = values if values.ndim == 2 else values[:, None]
+    return np.pad(columns, ((1, 0), (0, num_targets - columns.shape[1])))
+
+
+def rows_of(data: Sequence[Datum], adapter: str) -> list[Row]:
+    """Return the training rows of the data of a call."""
+    num_targets = 0
+    if uses_top_ids(data):
+        num_targets = max(
+            datum.targets.shape[-1] if datum.targets.ndim == 2 else 1 for datum in data
+        )
+    return [row_of(datum, adapter, num_targets=num_targets) for datum in data]
+
+
+def logprobs_of(rows: Sequence[Row], data: Sequence[Datum]) -> list[np.ndarray]:
+    """Return the log-probability of each target, float32 as `Datum.targets`; 0 where none is."""
+    results = list[np.ndarray]()
+    for row, datum in zip(rows, data, strict=True):
+        values = row.fields[OUTPUT][1:]
+        if values.ndim == 2:
+            values = (
+                values[:, : datum.targets.shape[1]] if datum.targets.ndim == 2 else values[:, 0]
+            )
+        results.append(np.where(datum.targets >= 0, values, np.float32(0)))
+    return results

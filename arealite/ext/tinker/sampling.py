@@ -1,0 +1,200 @@
+"""Sampling clients: each has fixed weights, the base model or an adapter that was saved."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arealite.base.errors import UserError
+from arealite.ext.session.sample_rows import PromptScores, Sample
+from arealite.ext.session.training_session import Session
+from arealite.ext.tinker import bodies, messages
+from arealite.ext.tinker.results import PROTOBUF, FutureResult
+
+MAX_SAMPLES = 1024
+"""Largest number of samples of a request."""
+
+
+class LoadedAdapters:
+    """Keeps the adapters of sampling clients loaded, the last used ones."""
+
+    def __init__(self, session: Session, *, limit: int) -> None:
+        self._session = session
+        self._limit = limit
+        self._in_use = dict[str, int]()
+        """Number of open requests of each adapter."""
+        self._loaded = OrderedDict[str, Any]()
+        """The call that loads each adapter, the last used one at the end."""
+
+    async def begin_use(self, name: str, folder: Path) -> None:
+        """Load an adapter if it is not loaded, and keep it until `end_use`."""
+        self._in_use[name] = self._in_use.get(name, 0) + 1
+        try:
+            if name not in self._loaded:
+                self._loaded[name] = self._session.serve(name, folder)
+            self._loaded.move_to_end(name)
+            await self._loaded[name]
+        except BaseException:
+            self._loaded.pop(name, None)
+            await self.end_use(name)
+            raise
+        await self._unload_oldest()
+
+    async def end_use(self, name: str) -> None:
+        """Allow to unload the adapter, unless other requests use it."""
+        self._in_use[name] -= 1
+        if not self._in_use[name]:
+            del self._in_use[name]
+
+    async def _unload_oldest(self) -> None:
+        unused = [name for name in self._loaded if name not in self._in_use]
+        for name in unused[: max(0, len(self._loaded) - self._limit)]:
+            del self._loaded[name]
+            await self._session.stop_serving(name)
+
+
+class SamplingClient:
+    """One sampling session of a client."""
+
+    def __init__(
+        self,
+        sampler_id: str,
+        *,
+        base_model: str,
+        path: str | None,
+        adapter: str,
+        folder: Path | None,
+        session: Session,
+        loaded: LoadedAdapters,
+    ) -> None:
+        self.id = sampler_id
+        self.base_model = base_model
+        self.path = path
+        """Path of the checkpoint; None: the base model, or the newest weights of a model."""
+        self._adapter = adapter
+        self._folder = folder
+        """Folder of the adapter; None: the session keeps it loaded."""
+        self._session = session
+        self._loaded = loaded
+        self.num_clients = 1
+
+    async def sample(self, body: bodies.SampleBody) -> FutureResult:
+        """Return samples, and the log-probabilities of the prompt if asked for."""
+        prompt = checked_prompt(body, self._session.vocabulary_size)
+        if self._folder is None:
+            return await self._sample(body, prompt)
+        if not self._folder.is_dir():
+            raise UserError(
+                "the weights of this sampling client were removed: of each model the last "
+                "tinker.max_samplers snapshots are kept. Use save_weights_for_sampler(name)."
+            )
+        await self._loaded.begin_use(self._adapter, self._folder)
+        try:
+            return await self._sample(body, prompt)
+        finally:
+            await self._loaded.end_use(self._adapter)
+
+    async def _sample(self, body: bodies.SampleBody, prompt: list[int]) -> FutureResult:
+        session = self._session
+        num_top = body.topk_sample_logprobs
+        sampling = session.sample(
+            prompt,
+            n=body.num_samples,
+            adapter=self._adapter,
+            seed=body.sampling_params.seed,
+            allows_truncation=True,
+            top_logprobs=num_top,
+            **options_of(body.sampling_params, session.context_length - len(prompt)),
+        )
+        response = messages.make("SampleResponse")
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            scoring = session.score(prompt, adapter=self._adapter, top=body.topk_prompt_logprobs)
+            _add_scores(response, await scoring, body)
+        for sample in await sampling:
+            response.sequences.append(_sequence(sample, num_top))
+        return FutureResult(body=messages.serialized(response), content_type=PROTOBUF)
+
+
+def checked_prompt(body: bodies.SampleBody, vocabulary: int) -> list[int]:
+    """Return the tokens of a request's prompt.
+
+    Raises:
+        UserError: The request is wrong, or asks for what this service does not have.
+    """
+    unsupported = {
+        "target_prompt_logprobs": body.target_prompt_logprobs,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
+        "record_stability_info": body.record_stability_info,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise UserError(f"{name}: this service does not have it. Leave it out.")
+    prompt = list[int]()
+    for chunk in body.prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise UserError(f"prompt: this service takes text tokens only, no {chunk.type!r:.40}.")
+        prompt += chunk.tokens
+    if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise UserError(f"prompt: use at least one token; ids must be in [0, {vocabulary}).")
+    return prompt
+
+
+def options_of(params: bodies.SampleOptions, longest: int) -> Mapping[str, object]:
+    """Return the session's options of sampling.
+
+    Args:
+        params: What the client sent.
+        longest: Number of tokens until the model's context is full.
+
+    Raises:
+        UserError: The prompt fills the context, or EOS must not end an answer.
+    """
+    if longest < 1:
+        raise UserError("prompt: it fills the model's context. Use a shorter one.")
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    if stop == []:
+        raise UserError("stop=[]: this service always ends an answer at EOS. Leave it out.")
+    strings = [text for text in stop or [] if isinstance(text, str)]
+    ids = [token for token in stop or [] if isinstance(token, int)]
+    return {
+        "max_tokens": min(longest, params.max_tokens or longest),
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "stop": strings,
+        "stop_token_ids": ids,
+    }
+
+
+def _sequence(sample: Sample, num_top: int) -> Any:
+    """Return a sample as a protobuf message."""
+    sequence = messages.make(
+        "SampledSequence",
+        stop_reason=messages.STOP_REASONS[sample.stop_reason],
+        tokens=np.array(sample.output_ids, "<i4").tobytes(),
+        logprobs=np.array(sample.logprobs, "<f4").tobytes(),
+    )
+    if num_top:
+        top = messages.top_logprobs(sample.top_ids, sample.top_logprobs)
+        sequence.topk_sampled_logprobs.CopyFrom(top)
+    return sequence
+
+
+def _add_scores(response: Any, scores: PromptScores, body: bodies.SampleBody) -> None:
+    """Add the log-probabilities of the prompt's tokens; those of the first one are unknown."""
+    num_tokens = len(scores.logprobs) + 1
+    num_scored = min(body.prompt_logprobs_last_n or num_tokens, num_tokens - 1)
+    begin = num_tokens - num_scored
+    if body.prompt_logprobs:
+        logprobs = np.full(num_tokens, math.nan, "<f4")
+        logprobs[begin:] = scores.logprobs[begin - 1 :]
+        response.prompt_logprobs = logprobs.tobytes()
+    if body.topk_prompt_logprobs:
+        ids = np.full((num_tokens, body.topk_prompt_logprobs), -1, "<i4")
+        logprobs = np.zeros(ids.shape, "<f4")
+        ids[begin:] = scores.top_ids[begin - 1 :]
+        logprobs[begin:] = scores.top_logprobs[begin - 1 :]
+        response.topk_prompt_logprobs.CopyFrom(messages.top_logprobs(ids, logprobs))

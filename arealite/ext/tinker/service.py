@@ -1,0 +1,407 @@
+"""The tenants of the service, their client sessions, models and sampling clients.
+
+The key of a request names its tenant. Every object belongs to one tenant. To another tenant, the
+service answers as if the object did not exist.
+"""
+
+import asyncio
+import hmac
+import itertools
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.ext.session.training_session import Session
+from arealite.ext.tinker import bodies
+from arealite.ext.tinker.checkpoints import ADAPTER, PREFIX, Checkpoints, Recipe
+from arealite.ext.tinker.config import TinkerConfig
+from arealite.ext.tinker.results import FutureResult, Results, Unavailable
+from arealite.ext.tinker.sampling import MAX_SAMPLES, LoadedAdapters, SamplingClient
+from arealite.ext.tinker.training import TrainedModel
+
+logger = log.get(__name__)
+SWEEP_S = 10.0
+"""Time between two checks for client sessions without heartbeat."""
+LAST_STATE = "when-ended"
+"""Name of the checkpoint of a model whose session ended without notice."""
+
+
+@dataclass(eq=False)
+class ClientSession:
+    """A session of a client."""
+
+    id: str
+    last_heartbeat: float
+    is_ended: bool = False
+    models: list[str] = field(default_factory=list[str])
+    samplers: list[str] = field(default_factory=list[str])
+
+
+class Tenant:
+    """The objects of one tenant."""
+
+    def __init__(self, name: str, folder: Path, options: TinkerConfig) -> None:
+        self.name = name
+        self.checkpoints = Checkpoints(folder)
+        self.results = Results(max_pending=options.max_pending)
+        self.sessions = dict[str, ClientSession]()
+        self.models = dict[str, TrainedModel]()
+        self.samplers = dict[str, SamplingClient]()
+
+    def session(self, session_id: str) -> ClientSession:
+        """Return a session that has not ended.
+
+        Raises:
+            Unavailable: There is none.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise Unavailable(404, f"there is no session {session_id!r:.100}. Make a new client.")
+        if session.is_ended:
+            raise Unavailable(410, f"session {session_id} has ended. Make a new client.")
+        return session
+
+    def model(self, model_id: str) -> TrainedModel:
+        """Return a model.
+
+        Raises:
+            Unavailable: There is none.
+        """
+        model = self.models.get(model_id)
+        if model is None:
+            raise Unavailable(
+                404, f"there is no model {model_id!r:.100}. Make one, or one from a checkpoint."
+            )
+        return model
+
+    def sampler(self, sampler_id: str) -> SamplingClient:
+        """Return a sampling client.
+
+        Raises:
+            Unavailable: There is none.
+        """
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None:
+            raise Unavailable(404, f"there is no sampler {sampler_id!r:.100}. Make a new one.")
+        return sampler
+
+
+class Service:
+    """Answers requests; see the routes in `tinker_server.py`."""
+
+    def __init__(
+        self,
+        session: Session,
+        options: TinkerConfig,
+        *,
+        base_model: str,
+        tenants: Mapping[str, Tenant],
+    ) -> None:
+        """Initialize the service.
+
+        Args:
+            session: A session whose base model is frozen.
+            options: The options.
+            base_model: Name of the base model for clients.
+            tenants: The tenants by their keys.
+        """
+        self.base_model = base_model
+        self._session = session
+        self._options = options
+        self._tenants = tenants
+        self._loaded = LoadedAdapters(session, limit=options.max_samplers)
+        self._adapter_numbers = itertools.count()
+
+    def tenant_of(self, key: str) -> Tenant:
+        """Return the tenant of a key.
+
+        Raises:
+            Unavailable: The key is nobody's.
+        """
+        found = None
+        for tenant_key, tenant in self._tenants.items():  # all, in a time that tells nothing
+            if hmac.compare_digest(key.encode(errors="replace"), tenant_key.encode()):
+                found = tenant
+        if found is None:
+            raise Unavailable(401, "the API key is missing or wrong. Set TINKER_API_KEY.")
+        return found
+
+    def capabilities(self) -> dict[str, object]:
+        """Return the base model and what clients can do with it."""
+        model = {
+            "model_name": self.base_model,
+            "max_context_length": self._session.context_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return {"supported_models": [model]}
+
+    # ------------------------------------------------------------ client sessions
+
+    def create_session(self, tenant: Tenant) -> ClientSession:
+        """Begin a client's session."""
+        session = ClientSession(uuid4().hex, time.monotonic())
+        tenant.sessions[session.id] = session
+        return session
+
+    def heartbeat(self, tenant: Tenant, session_id: str) -> None:
+        """Note that a client lives."""
+        tenant.session(session_id).last_heartbeat = time.monotonic()
+
+    async def end_session(self, tenant: Tenant, session: ClientSession) -> None:
+        """Remove the models and sampling clients of a session; their checkpoints stay."""
+        session.is_ended = True
+        for sampler_id in session.samplers:
+            del tenant.samplers[sampler_id]
+        for model_id in session.models:
+            model = tenant.models.pop(model_id)
+            await model.close("the session of this model has ended")
+
+    async def watch(self) -> None:
+        """End sessions without heartbeat, until cancelled; save the weights of their models."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.end_silent_sessions(time.monotonic() - self._options.idle_s)
+
+    async def end_silent_sessions(self, oldest: float) -> None:
+        """End sessions whose last heartbeat was before `oldest`, of time.monotonic."""
+        for tenant, session in self._open_sessions():
+            if session.last_heartbeat < oldest:
+                await self._end_silent(tenant, session)
+
+    def _open_sessions(self) -> list[tuple[Tenant, ClientSession]]:
+        pairs = list[tuple[Tenant, ClientSession]]()
+        for tenant in self._tenants.values():
+            pairs += [(tenant, item) for item in tenant.sessions.values() if not item.is_ended]
+        return pairs
+
+    async def _end_silent(self, tenant: Tenant, session: ClientSession) -> None:
+        saved = list[str]()
+        for model_id in session.models:
+            body = bodies.SaveWeights(model_id=model_id, seq_id=0, path=LAST_STATE, overwrite=True)
+            with suppress(UserError):
+                await tenant.models[model_id].save(body)
+                saved.append(f"{PREFIX}{model_id}/weights/{LAST_STATE}")
+        logger.warning("session ended without heartbeat", tenant=tenant.name, saved=saved)
+        await self.end_session(tenant, session)
+
+    # ------------------------------------------------------------ models
+
+    def create_model(self, tenant: Tenant, body: bodies.CreateModel, raw: bytes) -> str:
+        """Begin to make a model; return the id of the result."""
+        session = tenant.session(body.session_id)
+        lora = body.lora_config or bodies.LoraOptions(rank=32)
+        recipe = Recipe(
+            base_model=body.base_model,
+            rank=lora.rank,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
+        model_id = f"{session.id}:train:{body.model_seq_id}"
+        self._check_optimizer(body.optimizer_config)
+        request_id = f"{model_id}:create"
+        pending = tenant.results.begin(request_id, raw)
+        if pending is not None:
+            job = partial(self._make_model, tenant, session, model_id, recipe, seed=lora.seed)
+            tenant.results.start(pending, job)
+        return request_id
+
+    async def _make_model(
+        self,
+        tenant: Tenant,
+        session: ClientSession,
+        model_id: str,
+        recipe: Recipe,
+        *,
+        seed: int | None = None,
+        path: str | None = None,
+        with_optimizer: bool = False,
+    ) -> FutureResult:
+        """Make a model, which begins with the checkpoint of a path."""
+        self._check_recipe(recipe)
+        if len(tenant.models) >= self._options.max_models:
+            raise UserError(
+                f"you train {len(tenant.models)} models, the limit. Close a client "
+                "(ServiceClient.close), or raise tinker.max_models."
+            )
+        model = TrainedModel(
+            model_id,
+            f"model{next(self._adapter_numbers)}",
+            recipe,
+            session=self._session,
+            checkpoints=tenant.checkpoints,
+            results=tenant.results,
+        )
+        tenant.models[model_id] = model
+        try:
+            await model.add(seed)
+            if path is not None:
+                await model.load(path, with_optimizer=with_optimizer)
+        except BaseException:
+            del tenant.models[model_id]
+            await model.close("the model could not be made")
+            raise
+        session.models.append(model_id)
+        return FutureResult.of({"model_id": model_id, "path": path})
+
+    def _check_recipe(self, recipe: Recipe) -> None:
+        if recipe.base_model != self.base_model:
+            raise UserError(
+                f"base_model={recipe.base_model!r:.200}: this service has {self.base_model!r}."
+            )
+        if not 1 <= recipe.rank <= self._options.max_rank:
+            raise UserError(f"rank={recipe.rank}: use 1 to {self._options.max_rank}.")
+
+    def _check_optimizer(self, choice: bodies.OptimizerChoice | None) -> None:
+        if choice is not None and choice.type != "adamw":
+            raise UserError(f"optimizer {choice.type!r:.40}: this service has adamw only.")
+
+    def load_weights(self, tenant: Tenant, body: bodies.LoadWeights, raw: bytes) -> str:
+        """Begin to load a checkpoint into a model, or into a new one; return the result's id."""
+        if body.model_id is not None:
+            model = tenant.model(body.model_id)
+            job = partial(model.load, body.path, with_optimizer=body.optimizer)
+            return model.submit(body.seq_id or 0, raw, job)
+        session = tenant.session(body.session_id or "")
+        self._check_optimizer(body.optimizer_config)
+        recipe = tenant.checkpoints.read(body.path).recipe
+        model_id = f"{session.id}:train:{body.model_seq_id}"
+        request_id = f"{model_id}:create"
+        pending = tenant.results.begin(request_id, raw)
+        if pending is not None:
+            job = partial(
+                self._make_model,
+                tenant,
+                session,
+                model_id,
+                recipe,
+                path=body.path,
+                with_optimizer=body.optimizer,
+            )
+            tenant.results.start(pending, job)
+        return request_id
+
+    def model_info(self, tenant: Tenant, model_id: str) -> dict[str, object]:
+        """Describe a model."""
+        recipe = tenant.model(model_id).recipe
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_data": {"model_name": recipe.base_model},
+            "model_name": recipe.base_model,
+            "is_lora": True,
+            "lora_rank": recipe.rank,
+        }
+
+    def unload_model(self, tenant: Tenant, model_id: str, raw: bytes) -> str:
+        """Begin to remove a model; return the id of the result."""
+        model = tenant.model(model_id)
+        request_id = f"{model_id}:unload"
+        pending = tenant.results.begin(request_id, raw)
+        if pending is not None:
+            tenant.results.start(pending, partial(self._unload, tenant, model))
+        return request_id
+
+    async def _unload(self, tenant: Tenant, model: TrainedModel) -> FutureResult:
+        tenant.models.pop(model.id, None)
+        for session in tenant.sessions.values():
+            if model.id in session.models:
+                session.models.remove(model.id)
+        await model.close("the model was unloaded")
+        return FutureResult.of({"model_id": model.id, "type": "unload_model"})
+
+    # ------------------------------------------------------------ sampling clients
+
+    def save_for_sampler(self, tenant: Tenant, body: bodies.SaveForSampler, raw: bytes) -> str:
+        """Begin to write weights for sampling; return the id of the result."""
+        model = tenant.model(body.model_id)
+        if body.path is None and body.sampling_session_seq_id is None:
+            raise UserError("save_weights_for_sampler: send path or sampling_session_seq_id.")
+        return model.submit(body.seq_id, raw, partial(self._save_for_sampler, tenant, model, body))
+
+    async def _save_for_sampler(
+        self, tenant: Tenant, model: TrainedModel, body: bodies.SaveForSampler
+    ) -> FutureResult:
+        """Write the weights; without a name, make a sampling client of them."""
+        if body.path is not None:
+            path = await model.save_for_sampler(body.path, body.user_metadata)
+            return FutureResult.of({"path": path, "type": "save_weights_for_sampler"})
+        session_id, _, _ = model.id.partition(":")
+        session = tenant.session(session_id)
+        if body.kind == "inflight":
+            await self._session.publish(adapter=model.adapter)
+            sampler = self._new_sampler(
+                tenant, session, body.sampling_session_seq_id, adapter=model.adapter
+            )
+        else:
+            path = await model.save_snapshot(body.seq_id, keep=self._options.max_samplers)
+            sampler = self._new_sampler(tenant, session, body.sampling_session_seq_id, path=path)
+        return FutureResult.of(
+            {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
+        )
+
+    def create_sampler(self, tenant: Tenant, body: bodies.CreateSamplingSession) -> SamplingClient:
+        """Make a sampling client of the base model or of a checkpoint.
+
+        Raises:
+            UserError: There is no such model or checkpoint.
+        """
+        session = tenant.session(body.session_id)
+        if body.model_path is not None:
+            tenant.checkpoints.read(body.model_path)
+        elif body.base_model != self.base_model:
+            raise UserError(
+                f"base_model={body.base_model!r:.200}: this service has {self.base_model!r}."
+            )
+        return self._new_sampler(
+            tenant, session, body.sampling_session_seq_id, path=body.model_path
+        )
+
+    def _new_sampler(
+        self,
+        tenant: Tenant,
+        session: ClientSession,
+        number: int | None,
+        *,
+        path: str | None = None,
+        adapter: str = "",
+    ) -> SamplingClient:
+        """Return the sampling client of this number; the same one if it was made before."""
+        sampler_id = f"{session.id}:sample:{number}"
+        if sampler_id in tenant.samplers:
+            return tenant.samplers[sampler_id]
+        folder = None
+        if path is not None:
+            folder = tenant.checkpoints.folder(path) / ADAPTER
+            adapter = f"{tenant.name}.{'.'.join(path.removeprefix(PREFIX).split('/'))}"
+        sampler = SamplingClient(
+            sampler_id,
+            base_model=self.base_model,
+            path=path,
+            adapter=adapter.replace(":", "-"),
+            folder=folder,
+            session=self._session,
+            loaded=self._loaded,
+        )
+        tenant.samplers[sampler_id] = sampler
+        session.samplers.append(sampler_id)
+        return sampler
+
+    def sample(self, tenant: Tenant, body: bodies.SampleBody, raw: bytes) -> dict[str, Any]:
+        """Begin to sample; return the id of the result and one for each sample."""
+        sampler = tenant.sampler(body.sampling_session_id)
+        if not 1 <= body.num_samples <= MAX_SAMPLES:
+            raise UserError(f"num_samples={body.num_samples}: use 1 to {MAX_SAMPLES}.")
+        request_id = f"{sampler.id}:{body.seq_id}"
+        pending = tenant.results.begin(request_id, raw)
+        if pending is not None:
+            tenant.results.start(pending, partial(sampler.sample, body))
+        ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}

@@ -1,0 +1,319 @@
+"""The routes of the service, as the `tinker` SDK 0.38 calls them.
+
+Errors of a request are JSON with `detail`. The SDK sends a request again after 408, 429 and 5xx.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from arealite.base import log
+from arealite.base.errors import UserError, one_line
+from arealite.ext.http_server.http_guard import guard
+from arealite.ext.http_server.http_limits import LimitedRunner
+from arealite.ext.tinker import bodies, messages
+from arealite.ext.tinker.checkpoints import PREFIX, TYPES, Checkpoint
+from arealite.ext.tinker.config import TinkerConfig
+from arealite.ext.tinker.results import JSON, Unavailable
+from arealite.ext.tinker.service import Service, Tenant
+
+logger = log.get(__name__)
+
+API = "/api/v1"
+CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
+"""Flags of the SDK: it sends the parts of a batch in turn, with its ordinary HTTP client."""
+OPEN = f"{API}/healthz"
+"""The path that needs no key."""
+TENANT = web.RequestKey("tenant", Tenant)
+LARGE = ("forward_backward", "asample")
+"""Requests whose bodies may be as large as `tinker.max_body_mb`."""
+B = TypeVar("B", bound=bodies.Body)
+Answer = Callable[[Tenant, Any, bytes], object]
+"""(tenant, parsed body, raw body) → an awaitable of the answer, or the answer."""
+
+
+class TinkerServer:
+    """The HTTP server."""
+
+    def __init__(self, service: Service, options: TinkerConfig) -> None:
+        self._service = service
+        self._options = options
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[str]:
+        """Serve requests during the body; give the address.
+
+        Raises:
+            UserError: The port is in use.
+        """
+        limit = self._options.max_body_mb * 2**20
+        middlewares = [guard("", self._options.host), self._answer_errors, self._identify]
+        app = web.Application(middlewares=middlewares)
+        for path, handler in self._routes().items():
+            method, _, name = path.partition(" ")
+            app.router.add_route(method, f"{API}/{name}", handler)
+        runner = LimitedRunner(app, bodies={f"{API}/{name}": limit for name in LARGE})
+        await runner.setup()
+        watching = asyncio.create_task(self._service.watch())
+        try:
+            site = web.TCPSite(runner, self._options.host, self._options.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise UserError(f"tinker.port={self._options.port}: {one_line(error)}") from error
+            host, port, *_ = runner.addresses[0]
+            yield f"http://{host}:{port}"
+        finally:
+            watching.cancel()
+            await runner.cleanup()
+
+    def _routes(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        service = self._service
+        return {
+            "GET healthz": _healthz,
+            "GET get_server_capabilities": self._get(lambda *_: service.capabilities()),
+            "POST client/config": self._post(bodies.Body, lambda *_: CLIENT_CONFIG),
+            "POST client/dynamic_config": self._post(
+                bodies.Body, lambda *_: {"sample_cancel_enabled": True}
+            ),
+            "POST telemetry": self._post(bodies.Body, lambda *_: {"status": "accepted"}),
+            "POST create_session": self._post(bodies.CreateSession, self._create_session),
+            "POST session_heartbeat": self._post(bodies.SessionOnly, self._heartbeat),
+            "POST sessions/{id}/finish": self._get(self._finish_session),
+            "POST create_model": self._post(bodies.CreateModel, self._future(service.create_model)),
+            "POST get_info": self._post(
+                bodies.ModelOnly, lambda tenant, body, _: service.model_info(tenant, body.model_id)
+            ),
+            "POST unload_model": self._post(
+                bodies.ModelOnly,
+                self._future(
+                    lambda tenant, body, raw: service.unload_model(tenant, body.model_id, raw)
+                ),
+            ),
+            "POST forward_backward": self._forward_backward,
+            "POST optim_step": self._post(
+                bodies.OptimStep,
+                self._of_model(lambda model, body: partial(model.optim_step, body)),
+            ),
+            "POST save_weights": self._post(
+                bodies.SaveWeights, self._of_model(lambda model, body: partial(model.save, body))
+            ),
+            "POST load_weights": self._post(bodies.LoadWeights, self._future(service.load_weights)),
+            "POST save_weights_for_sampler": self._post(
+                bodies.SaveForSampler, self._future(service.save_for_sampler)
+            ),
+            "POST create_sampling_session": self._post(
+                bodies.CreateSamplingSession, self._create_sampler
+            ),
+            "POST join_sampling_session": self._post(
+                bodies.SamplingSessionOnly, self._join_sampler
+            ),
+            "GET samplers/{id}": self._get(self._describe_sampler),
+            "POST asample": self._post(bodies.SampleBody, service.sample),
+            "POST cancel_future": self._post(bodies.RequestOnly, _cancel),
+            "POST retrieve_future": self._retrieve,
+            "POST weights_info": self._post(bodies.CheckpointOnly, _weights_info),
+            "GET checkpoints": self._get(_checkpoints),
+            "GET training_runs/{id}/checkpoints": self._get(_checkpoints),
+            "DELETE training_runs/{id}/checkpoints/{kind}/{name}": self._get(_remove_checkpoint),
+        }
+
+    # ------------------------------------------------------------ how a route answers
+
+    @web.middleware
+    async def _answer_errors(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UserError as error:
+            return _refusal(422, one_line(error))
+        except Unavailable as error:
+            return _refusal(error.status, str(error))
+        except web.HTTPException as error:
+            if error.status == 404:
+                return _refusal(404, f"this service has no {request.method} {request.path:.200}.")
+            return _refusal(error.status, error.reason)
+
+    @web.middleware
+    async def _identify(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Find the tenant of a request, before its body is read."""
+        if request.path != OPEN:
+            request[TENANT] = self._service.tenant_of(request.headers.get("X-API-Key", ""))
+        return await handler(request)
+
+    def _get(
+        self, answer: Callable[[Tenant, web.Request], object]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler of requests whose body does not count."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await _json(answer(request[TENANT], request))
+
+        return handle
+
+    def _post(
+        self, kind: type[B], answer: Answer
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler of requests with a JSON body."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            tenant = request[TENANT]
+            raw = await request.read()
+            return await _json(answer(tenant, parse(raw, kind), raw))
+
+        return handle
+
+    def _future(self, begin: Callable[[Tenant, Any, bytes], str]) -> Answer:
+        """Return an answer with the id of the result."""
+        return lambda tenant, body, raw: {"request_id": begin(tenant, body, raw)}
+
+    def _of_model(self, job_of: Callable[[Any, Any], Any]) -> Answer:
+        """Return an answer that begins a job of the body's model, in its turn."""
+
+        def answer(tenant: Tenant, body: Any, raw: bytes) -> object:
+            model = tenant.model(body.model_id)
+            request_id = model.submit(body.seq_id, raw, job_of(model, body))
+            return {"request_id": request_id, "model_id": model.id}
+
+        return answer
+
+    # ------------------------------------------------------------ routes
+
+    def _create_session(self, tenant: Tenant, body: object, raw: bytes) -> object:
+        session = self._service.create_session(tenant)
+        return {
+            "type": "create_session",
+            "session_id": session.id,
+            "warning_message": (
+                "AReaLite trains no adapter of the unembedding (train_unembed is ignored)."
+            ),
+        }
+
+    def _heartbeat(self, tenant: Tenant, body: bodies.SessionOnly, raw: bytes) -> object:
+        self._service.heartbeat(tenant, body.session_id)
+        return {"type": "session_heartbeat"}
+
+    async def _finish_session(self, tenant: Tenant, request: web.Request) -> object:
+        session = tenant.session(request.match_info["id"])
+        await self._service.end_session(tenant, session)
+        return {}
+
+    async def _forward_backward(self, request: web.Request) -> web.StreamResponse:
+        tenant = request[TENANT]
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise Unavailable(415, "this service takes no compressed bodies.")
+        raw = await request.read()
+        body = messages.parse("ForwardBackwardRequest", raw)
+        model = tenant.model(body.model_id)
+        request_id = model.submit(body.seq_id, raw, partial(model.forward_backward, body))
+        return await _json({"request_id": request_id, "model_id": model.id})
+
+    def _create_sampler(
+        self, tenant: Tenant, body: bodies.CreateSamplingSession, raw: bytes
+    ) -> object:
+        sampler = self._service.create_sampler(tenant, body)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    def _join_sampler(self, tenant: Tenant, body: bodies.SamplingSessionOnly, raw: bytes) -> object:
+        sampler = tenant.sampler(body.sampling_session_id)
+        sampler.num_clients += 1
+        return {"type": "join_sampling_session", "client_counter": sampler.num_clients - 1}
+
+    def _describe_sampler(self, tenant: Tenant, request: web.Request) -> object:
+        sampler = tenant.sampler(request.match_info["id"])
+        return {
+            "sampler_id": sampler.id,
+            "base_model": sampler.base_model,
+            "model_path": sampler.path,
+        }
+
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        tenant = request[TENANT]
+        body = parse(await request.read(), bodies.RequestOnly)
+        try:
+            result = await tenant.results.wait(body.request_id)
+        except Unavailable as error:
+            state = {"request_id": body.request_id, "queue_state": "active", "detail": str(error)}
+            return web.json_response(state, status=error.status)
+        return web.Response(body=result.body, content_type=result.content_type)
+
+
+def parse(raw: bytes, kind: type[B]) -> B:
+    """Decode a JSON body.
+
+    Raises:
+        UserError: It is no JSON, or a field is missing or of another type.
+    """
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise UserError(f"the body: {one_line(error)}") from error
+
+
+async def _json(answer: Any) -> web.Response:
+    fields = await answer if asyncio.iscoroutine(answer) else answer
+    return web.Response(body=msgspec.json.encode(fields), content_type=JSON)
+
+
+def _refusal(status: int, detail: str) -> web.Response:
+    return web.json_response({"detail": detail}, status=status)
+
+
+async def _healthz(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+def _cancel(tenant: Tenant, body: bodies.RequestOnly, raw: bytes) -> object:
+    tenant.results.cancel(body.request_id)
+    return None
+
+
+def _weights_info(tenant: Tenant, body: bodies.CheckpointOnly, raw: bytes) -> object:
+    recipe = tenant.checkpoints.read(body.tinker_path).recipe
+    return {
+        "base_model": recipe.base_model,
+        "is_lora": True,
+        "lora_rank": recipe.rank,
+        "train_unembed": False,
+        "train_mlp": recipe.train_mlp,
+        "train_attn": recipe.train_attn,
+    }
+
+
+def _checkpoints(tenant: Tenant, request: web.Request) -> object:
+    found = tenant.checkpoints.list(request.match_info.get("id", "*"))
+    cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
+    return {"checkpoints": [_described(checkpoint) for checkpoint in found], "cursor": cursor}
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, object]:
+    _, _, checkpoint_id = checkpoint.path.removeprefix(PREFIX).partition("/")
+    return {
+        "checkpoint_id": checkpoint_id,
+        "checkpoint_type": TYPES[checkpoint.kind],
+        "time": datetime.fromtimestamp(checkpoint.created, UTC).isoformat(),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "user_metadata": checkpoint.user_metadata,
+    }
+
+
+def _remove_checkpoint(tenant: Tenant, request: web.Request) -> object:
+    parts = request.match_info
+    path = f"{PREFIX}{parts['id']}/{parts['kind']}/{parts['name']}"
+    tenant.checkpoints.read(path)
+    tenant.checkpoints.remove(path)
+    return None
