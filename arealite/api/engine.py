@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arealite.api.engine_config import Head, Training
+from arealite.api.engine_config import Head, LoRAConfig, Training
+from arealite.base.errors import UserError
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Sequence:
     """bool [T]: some tokens could not be sampled, and the ids ≥ 0 of `top_ids` are all that
     could (SamplingConfig.num_truncated). `logprobs` and `top_logprobs` of the token are
     renormalised over them."""
+    adapter: str = ""
+    """The adapter of `TrainEngine.add_adapter` that computes the row; "": that of the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +70,90 @@ Named = tuple[str, "torch.Tensor"]
 """A tensor and its name."""
 
 
-class TrainEngine(ABC):
-    """A model, its shards and its optimizer. All ranks call the same methods in the same order."""
+class TrainedWeights(ABC):
+    """Weights that one optimizer trains: those of an engine, or of an adapter added to it."""
+
+    adapter_config: Mapping[str, object] | None = None
+    """Content of adapter_config.json, as peft writes it, if adapters alone are trained."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in backward passes; above 1 in float16."""
+        return 1.0
+
+    @abstractmethod
+    def optim_step(self, *, lr: float | None = None) -> Stats:
+        """Apply the gradient of all `forward_backward` calls since the last update, and clear it.
+
+        An update whose gradient norm is not finite is skipped.
+
+        Args:
+            lr: the learning rate of this update; None: that of the schedule.
+
+        Returns:
+            `grad_norm`, `lr` and `skipped_update` (0 or 1).
+
+        Raises:
+            UserError: there is no gradient.
+        """
+
+    @abstractmethod
+    def drop_gradient(self) -> None:
+        """Drop the gradient since the last `optim_step`."""
+
+    @abstractmethod
+    def save(self, folder: Path, extra: dict[str, object]) -> None:
+        """Write weights, optimizer, schedule and `extra`; each rank writes its shards."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load a folder that `save` wrote, with any number of ranks; return `extra`.
+
+        The gradient since the last `optim_step` is dropped.
+
+        Raises:
+            UserError: the folder is of another model or another optimizer.
+        """
+
+    @abstractmethod
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder that `from_pretrained` loads; rank 0 writes.
+
+        The folder of an adapter is one that peft loads.
+        """
+
+    def stream_adapter(self) -> Iterator[Named]:
+        """Yield (name in peft's file, full tensor) on rank 0, and nothing on other ranks.
+
+        Only an engine with an `adapter_config` has an adapter. Each tensor is a
+        copy on the CPU, in float32.
+        """
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewAdapter:
+    """An adapter to add to an engine."""
+
+    name: str
+    """Letters, digits, "_" and "-"."""
+    config: LoRAConfig
+    training: Training
+    seed: int
+    """Of its first values, which depend on nothing else."""
+    folder: Path | None = None
+    """An adapter that peft wrote, with which it starts in place of `config` and `seed`."""
+
+
+class TrainEngine(TrainedWeights):
+    """A model, its shards and its optimizer. All ranks call the same methods in the same order.
+
+    The methods of `TrainedWeights` train the weights of the config: all parameters, or an adapter.
+    """
 
     whole_module: PreTrainedModel | None = None
     """The model whose parameters are trained in place; None if its parameters are sharded, or are
     not in the dtype of the forward pass."""
-    adapter_config: Mapping[str, object] | None = None
-    """Content of adapter_config.json, as peft writes it, if adapters alone are trained."""
     unused_tensors: frozenset[str] = frozenset()
     """Tensors of the folder that the model ignores. They are not streamed."""
     replays_routing: bool = True
@@ -112,7 +191,8 @@ class TrainEngine(ABC):
     ) -> Stats:
         """Add the gradient of a loss over all rows of all ranks to that of earlier calls.
 
-        If the call fails, the whole gradient since the last `optim_step` is dropped.
+        If the call fails, the whole gradient since the last `optim_step` is dropped: that of each
+        adapter which has rows in the call.
 
         Args:
             rows: the rows of this rank; all ranks call this together, and a rank may have none.
@@ -124,22 +204,6 @@ class TrainEngine(ABC):
 
         Returns:
             The loss function's stats, summed.
-        """
-
-    @abstractmethod
-    def optim_step(self, *, lr: float | None = None) -> Stats:
-        """Apply the gradient of all `forward_backward` calls since the last update, and clear it.
-
-        An update whose gradient norm is not finite is skipped.
-
-        Args:
-            lr: the learning rate of this update; None: that of the schedule.
-
-        Returns:
-            `grad_norm`, `lr` and `skipped_update` (0 or 1).
-
-        Raises:
-            UserError: there is no gradient.
         """
 
     def train_batch(
@@ -163,27 +227,23 @@ class TrainEngine(ABC):
         )
         return stats | self.optim_step()
 
-    @abstractmethod
-    def drop_gradient(self) -> None:
-        """Drop the gradient since the last `optim_step`."""
+    def add_adapter(self, adapter: NewAdapter) -> TrainedWeights:
+        """Add an adapter, which computes the rows that have its name, and return its weights.
 
-    @abstractmethod
-    def save(self, folder: Path, extra: dict[str, object]) -> None:
-        """Write model, optimizer, schedule and `extra` to `folder`; each rank writes its shards."""
-
-    @abstractmethod
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Load a folder that `save` wrote, with any number of ranks; return `extra`.
-
-        The gradient since the last `optim_step` is dropped.
+        Rows of several adapters may be in one call. A frozen engine (`without_adapter`) computes
+        them by the base model.
 
         Raises:
-            UserError: the folder is of another model or another optimizer.
+            UserError: this engine cannot have it, or its name is taken.
         """
+        raise UserError(
+            f"add_adapter '{adapter.name}': the model's parameters are trained, or no adapter is. "
+            "Set engine.fsdp.lora.rank, or engine.fsdp.lora.only_named=true."
+        )
 
-    @abstractmethod
-    def export(self, path: Path) -> None:
-        """Write a Hugging Face folder that `from_pretrained` loads; rank 0 writes."""
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` has added, with its optimizer and gradient."""
+        raise NotImplementedError
 
     @abstractmethod
     def stream_weights(self, *, on_device: bool = False) -> Iterator[Named]:
@@ -193,14 +253,6 @@ class TrainEngine(ABC):
             on_device: yield tensors on the model's device; they may be the parameters themselves,
                 which the next update changes. Otherwise each tensor is a copy on the CPU.
         """
-
-    def stream_adapter(self) -> Iterator[Named]:
-        """Yield (name in peft's file, full tensor) on rank 0, and nothing on other ranks.
-
-        Only an engine with an `adapter_config` has an adapter. Each tensor is a
-        copy on the CPU, in float32.
-        """
-        yield from ()
 
     @abstractmethod
     def fingerprint(self) -> str:

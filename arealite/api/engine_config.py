@@ -45,6 +45,10 @@ class LoRAConfig:
         lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "names of the modules that get an adapter; [all-linear]: all linear layers but the head",
     )
+    only_named: bool = opt(
+        False, "with rank=0: train adapters that are added by name, and no others"
+    )
+    mixed: bool = opt(True, "micro-batches have rows of several adapters; false: of one each")
 
 
 @dataclass(frozen=True, kw_only=True)

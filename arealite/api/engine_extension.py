@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from arealite.api.engine import LossFn, Named, Sequence
+from arealite.api.engine import LossFn, Named, NewAdapter, Sequence, TrainedWeights
 from arealite.api.engine_config import FSDPConfig, Head
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class MicroBatch:
     row has a record."""
     replays_routing: bool = True
     """As in TrainEngine."""
+    adapters: tuple[str, ...] = ()
+    """The adapter of each row; rows of one adapter are side by side."""
 
 
 class Placement(NamedTuple):
@@ -130,6 +132,13 @@ class EngineExtension:
 
     def finish_loading(self) -> None:
         """Modify parameters, after they have the values of the model's folder."""
+
+    def add_adapter(self, adapter: NewAdapter) -> TrainedWeights | None:
+        """Put an adapter into the model; see TrainEngine. None: it is not for this extension."""
+        return None
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that this extension has added."""
 
     def frozen(self) -> EngineExtension | None:
         """Return the extension of a frozen engine on the same parameters, or None.

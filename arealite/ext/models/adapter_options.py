@@ -23,6 +23,8 @@ def packages_of(config: ExperimentConfig) -> Iterator[Package]:
     if engine.type == "fsdp" and engine.fsdp.lora.rank:
         option = f"{section}.engine.fsdp.lora.rank={engine.fsdp.lora.rank}"
         yield Package("peft", peft, option)
+    if engine.type == "fsdp" and engine.fsdp.lora.only_named:
+        yield Package("peft", peft, f"{section}.engine.fsdp.lora.only_named=true")
     if config.model.adapter:
         yield Package("peft", peft, f"model.adapter={config.model.adapter}")
 

@@ -10,8 +10,9 @@ from arealite.base.model_folder import experts_of
 
 
 def adapters(setup: EngineSetup) -> EngineExtension | None:
-    """Return the adapters of a trained model, new ones or those of a folder."""
-    has_adapters = setup.config.lora.rank > 0 or setup.adapter
+    """Return the adapters of a trained model: that of the config, and those added by name."""
+    options = setup.config.lora
+    has_adapters = options.rank > 0 or options.only_named or setup.adapter
     if not setup.is_trained or not has_adapters:
         return None
     from arealite.ext.models.adapters import Adapters  # imports transformers

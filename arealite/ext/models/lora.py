@@ -1,6 +1,7 @@
 """Low-rank adapters of peft: added to a model, merged into its weights, written as a folder.
 
-peft is imported only where adapters are configured.
+peft is imported only where adapters are configured. Its layers hold several adapters, each under a
+key: `DEFAULT` for the adapter of the config, `key_of(name)` for an adapter that is added by name.
 """
 
 import math
@@ -31,7 +32,7 @@ from arealite.impl.engine.model import decoder_of
 log = get(__name__)
 BASE = ".base_layer."
 ADAPTER = ".lora_"
-NAME = "default"
+DEFAULT = "default"
 ALL = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
 
@@ -41,16 +42,19 @@ def inject(
     config: LoRAConfig,
     head: Head,
     folder: Path | None = None,
+    *,
+    key: str = DEFAULT,
 ) -> Any:
     """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
 
     The adapters are float32 and on the meta device. A value head is trained as well.
 
     Args:
-        module: The model.
+        module: The model, perhaps with other adapters.
         config: Rank, alpha and targets.
         head: The model's head.
         folder: An adapter whose adapter_config.json replaces `config`.
+        key: The key of the adapter in peft's layers.
 
     Raises:
         UserError: peft is not installed, or no module has the name of a target; some of the default
@@ -75,13 +79,15 @@ def inject(
             peft.inject_adapter_in_model(
                 peft_config,
                 module,
-                adapter_name=NAME,
+                adapter_name=key,
                 low_cpu_mem_usage=True,
             )
     except ValueError as error:
         reason = one_line(error).partition(". ")[0]
         raise UserError(f"{option}: {reason}. {advice}.") from error
-    for name, layer in _adapted(module):
+    for param in _matrices(module).values():
+        param.requires_grad_(True)  # peft leaves the first adapter on its own
+    for name, layer in _adapted(module, key):
         reason = _refusal_reason(module, name, layer)
         if reason is not None:
             raise UserError(f"{option}: '{name}' {reason}. {advice}.")
@@ -140,18 +146,40 @@ def _refusal_reason(
     return None
 
 
-def _adapted(module: Any) -> list[tuple[str, Any]]:
-    """List the names and layers that have an adapter."""
+def key_of(name: str) -> str:
+    """Return the key of a named adapter in peft's layers, which no attribute of a module has."""
+    return f"named_{name}"
+
+
+def layers_of(module: Any) -> list[tuple[str, Any]]:
+    """List the names and layers that have adapters."""
     return [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
 
 
+def _adapted(module: Any, key: str = DEFAULT) -> list[tuple[str, Any]]:
+    """List the names and layers that have the adapter of a key."""
+    return [(name, layer) for name, layer in layers_of(module) if key in layer.lora_A]
+
+
+def _matrices(module: Any, key: str = "") -> dict[str, nn.Parameter]:
+    """Return the matrices of the adapter of a key, or of all adapters, by their names."""
+    matrices = dict[str, nn.Parameter]()
+    for name, param in module.named_parameters():
+        _, _, place = name.partition(ADAPTER)
+        if place and key in ("", place.split(".")[1]):
+            matrices[name] = param
+    return matrices
+
+
 def _linear(module: Any) -> list[tuple[str, Any]]:
-    """List the names and linear layers, without the head."""
+    """List the names and linear layers, without the head; a layer may have adapters."""
     heads = module.get_output_embeddings(), getattr(module, "score", None)
     linear_layers = list[tuple[str, Any]]()
     for name, part in module.named_modules():
-        if isinstance(part, LINEAR) and part not in heads:
-            linear_layers.append((name, part))
+        is_inside_adapted = ADAPTER in name or f"{name}.".endswith(BASE)
+        layer = part.get_base_layer() if hasattr(part, "lora_A") else part
+        if isinstance(layer, LINEAR) and layer not in heads and not is_inside_adapted:
+            linear_layers.append((name, layer))
     return linear_layers
 
 
@@ -198,17 +226,13 @@ def _leaf(name: str) -> str:
 
 def coverage(module: Any) -> tuple[str, str]:
     """Return the layers with and without an adapter, as in `q_proj ×28, v_proj ×28`."""
-    with_adapter = list[str]()
-    inside_adapted = set[Any]()
-    for name, layer in _adapted(module):
-        with_adapter.append(_leaf(name))
-        inside_adapted.update(layer.modules())
+    adapted_names = [name for name, _ in _adapted(module)]
     without_adapter = list[str]()
-    for name, layer in _linear(module):
-        if layer not in inside_adapted:
+    for name, _ in _linear(module):
+        if name not in adapted_names:
             without_adapter.append(_leaf(name))
     without_adapter += [_leaf(name) for name in _stacks(module)]
-    return counted(with_adapter), counted(without_adapter)
+    return counted(map(_leaf, adapted_names)), counted(without_adapter)
 
 
 def report(module: Any, targets: list[str]) -> None:
@@ -223,19 +247,17 @@ def report(module: Any, targets: list[str]) -> None:
         )
 
 
-def load_adapter(module: nn.Module, folder: Path) -> None:
-    """Copy the adapter of a folder that peft wrote into the adapters of `module`.
+def load_adapter(module: nn.Module, folder: Path, key: str = DEFAULT) -> None:
+    """Copy the adapter of a folder that peft wrote into an adapter of `module`.
 
     Raises:
-        UserError: The folder has other tensors than `module`.
+        UserError: The folder has other tensors than the adapter.
     """
     stored = dict[str, torch.Tensor]()
     for file in weight_files(folder):
         stored |= load_file(file)
-    trained = dict[str, torch.Tensor]()
-    for name, param in module.named_parameters():
-        if param.requires_grad:
-            trained[_peft_name(name)] = param.detach()
+    params = trained_parameters(module, key)
+    trained = {name: param.detach() for name, param in params.items()}
     expected = ModelTensors(shapes=_shapes(trained), owner="its config on this model")
     difference = expected.difference(_shapes(stored))
     if difference:
@@ -248,13 +270,52 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     return {name: [*tensor.shape] for name, tensor in tensors.items()}
 
 
-def _peft_name(name: str) -> str:
-    return f"{PREFIX}{name.replace(f'.{NAME}.', '.')}"
+def trained_parameters(module: nn.Module, key: str = DEFAULT) -> dict[str, nn.Parameter]:
+    """Return the parameters of an adapter by their names in peft's file.
+
+    Those of the default adapter include a value head.
+    """
+    params = dict[str, nn.Parameter]()
+    matrices = _matrices(module, key)
+    for name, param in module.named_parameters():
+        is_head = key == DEFAULT and param.requires_grad and ADAPTER not in name
+        if name in matrices or is_head:
+            layer, _, place = name.rpartition(f".{key}.")
+            params[f"{PREFIX}{layer}.{place}" if layer else f"{PREFIX}{name}"] = param
+    return params
 
 
 def adapter_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the adapters' parameters."""
-    return frozenset(name for name, _ in module.named_parameters() if ADAPTER in name)
+    """Return the names of the parameters of all adapters."""
+    return frozenset(_matrices(module))
+
+
+def materialize(
+    module: nn.Module,
+    key: str,
+    *,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Give the matrices of an adapter their initial values, which depend on `seed` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in _matrices(module, key).items():
+        full = first_value(name, param.shape, generator)
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        setattr(owner, leaf, nn.Parameter(full.to(device)))
+
+
+def delete(module: nn.Module, key: str) -> None:
+    """Remove an adapter; a layer without another one is as it was before its first one."""
+    for name, layer in layers_of(module):
+        with warnings.catch_warnings(action="ignore"):  # it was the adapter that peft had chosen
+            layer.delete_adapter(key)
+        if not layer.lora_A:
+            parent_name, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent_name), leaf, layer.get_base_layer())
+    for param in _matrices(module).values():
+        param.requires_grad_(True)  # peft trains one adapter at a time
 
 
 def file_names(module: nn.Module) -> dict[str, str]:
@@ -294,10 +355,12 @@ def merged(
     if not layer_name or leaf != "weight":
         return None
     layer: Any = module.get_submodule(layer_name)
-    up = full(layer.lora_B[NAME].weight.detach())
-    down = full(layer.lora_A[NAME].weight.detach())
+    if DEFAULT not in layer.lora_A:
+        return None
+    up = full(layer.lora_B[DEFAULT].weight.detach())
+    down = full(layer.lora_A[DEFAULT].weight.detach())
     weight = full(param.detach()).float()
-    scaling = layer.scaling[NAME]
+    scaling = layer.scaling[DEFAULT]
     return with_product(weight, down, up, scaling, is_transposed=layer.fan_in_fan_out)
 
 
@@ -323,11 +386,10 @@ def with_product(
     return weight.addmm(up, down, alpha=scaling)
 
 
-def matrices(module: nn.Module, full: Full) -> Iterator[Named]:
-    """Yield (name in peft's file, full tensor) of each trained parameter."""
-    for name, param in module.named_parameters():
-        if param.requires_grad:
-            yield _peft_name(name), full(param.detach())
+def matrices(module: nn.Module, full: Full, key: str = DEFAULT) -> Iterator[Named]:
+    """Yield (name in peft's file, full tensor) of each parameter of an adapter."""
+    for name, param in trained_parameters(module, key).items():
+        yield name, full(param.detach())
 
 
 def config_fields(config: Any, base: Path) -> dict[str, object]:
@@ -340,36 +402,29 @@ def config_fields(config: Any, base: Path) -> dict[str, object]:
 
 
 def write(
-    module: nn.Module,
-    full: Full,
+    tensors: dict[str, torch.Tensor],
     config: Any,
-    folder: Path | None,
+    folder: Path,
     *,
     base: Path,
 ) -> None:
-    """Write the trained parameters as an adapter of `base` for peft; folder None: only gather."""
-    tensors = {name: tensor.cpu() for name, tensor in matrices(module, full)}
-    if folder:
-        folder.mkdir()
-        file = folder / "adapter_model.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
-        follow_umask([file])
-        config.base_model_name_or_path = str(base)
-        config.save_pretrained(folder)
+    """Write an adapter of `base` for peft."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "adapter_model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    follow_umask([file])
+    config.base_model_name_or_path = str(base)
+    config.save_pretrained(folder)
 
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the adapters' shards."""
-    copies = dict[str, torch.Tensor]()
-    for name, param in module.named_parameters():
-        if ADAPTER in name:
-            copies[name] = param.detach().clone()
-    return copies
+    """Return copies of the default adapter's shards."""
+    return {name: param.detach().clone() for name, param in _matrices(module, DEFAULT).items()}
 
 
 @contextmanager
 def replaced(module: nn.Module, others: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Set the adapters of `module` to `others`, from `values`, within the context; {}: no-op."""
+    """Set the default adapter to `others`, from `values`, within the context; {}: no-op."""
     originals = values(module) if others else {}
     params = dict(module.named_parameters())
     for name, tensor in others.items():

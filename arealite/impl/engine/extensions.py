@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from arealite.api.engine import LossFn, Named
+from arealite.api.engine import LossFn, Named, NewAdapter, TrainedWeights
 from arealite.api.engine import Sequence as Row
 from arealite.api.engine_extension import (
     EngineExtension,
@@ -24,14 +24,19 @@ class Extensions(EngineExtension):
 
     def __init__(self, parts: Sequence[EngineExtension]) -> None:
         self._parts = parts
-        own_parameters = set[str]()
-        file_names = dict[str, str]()
+        self._collect_names()
         for part in parts:
-            own_parameters |= part.own_parameters
-            file_names |= part.file_names
             self.num_sharing *= part.num_sharing
             self.is_counted &= part.is_counted
             self.adapter_config = self.adapter_config or part.adapter_config
+
+    def _collect_names(self) -> None:
+        """Set the names of the parts' tensors."""
+        own_parameters = set[str]()
+        file_names = dict[str, str]()
+        for part in self._parts:
+            own_parameters |= part.own_parameters
+            file_names |= part.file_names
         self.own_parameters = frozenset(own_parameters)
         self.file_names = file_names
 
@@ -61,6 +66,21 @@ class Extensions(EngineExtension):
         """Modify loaded parameters; see EngineExtension."""
         for part in self._parts:
             part.finish_loading()
+
+    def add_adapter(self, adapter: NewAdapter) -> TrainedWeights | None:
+        """Add an adapter to the first extension that takes it."""
+        for part in self._parts:
+            weights = part.add_adapter(adapter)
+            if weights is not None:
+                self._collect_names()
+                return weights
+        return None
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter from all extensions."""
+        for part in self._parts:
+            part.remove_adapter(name)
+        self._collect_names()
 
     def frozen(self) -> "Extensions":
         """Return the extensions of a frozen engine; see EngineExtension."""

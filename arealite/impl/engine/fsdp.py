@@ -5,7 +5,6 @@ model, the batches, the optimizer and the files of a Hugging Face folder.
 """
 
 import copy
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,9 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.partition import padded
@@ -28,8 +24,10 @@ from arealite.api.engine import (
     LossFn,
     LossInput,
     Named,
+    NewAdapter,
     Sequence,
     Stats,
+    TrainedWeights,
     TrainEngine,
     Training,
 )
@@ -46,12 +44,11 @@ from arealite.impl.engine.extensions import Extensions, exported_weights, state_
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.micro_batches import collate, scatter
 from arealite.impl.engine.optimizer import Optimizer
+from arealite.impl.engine.training_state import load_training, save_training
 from arealite.impl.weights.tensor_names import SCORE, TensorNames, Tensors
 
 log = get(__name__)
 CPU = torch.device("cpu")
-EXTRA_FILE = "extra.json"
-"""File of a checkpoint for the state of engine and trainer that is not in tensors."""
 
 
 class FSDPEngine(TrainEngine):
@@ -68,6 +65,7 @@ class FSDPEngine(TrainEngine):
         adapter: str | None = None,
     ) -> None:
         self.dtype = loading.compute_dtype(config.dtype)
+        self._scales_loss = self.dtype == torch.float16
         self.config = config
         self.device = _local_device()
         self.source = Path(model_path).expanduser()
@@ -106,9 +104,12 @@ class FSDPEngine(TrainEngine):
         )
         self._extensions.finish_loading()
         self._optimizer = None
-        if training is not None:
-            scales_loss = self.dtype == torch.float16
-            self._optimizer = Optimizer(self.module, training, scales_loss=scales_loss)
+        self._adapters = dict[str, TrainedWeights]()
+        """The adapters of `add_adapter`; a frozen engine of the same parameters knows them, too."""
+        named = self.module.named_parameters()
+        trained = {name: param for name, param in named if param.requires_grad}
+        if training is not None and trained:
+            self._optimizer = Optimizer(trained, training, scales_loss=self._scales_loss)
 
     def _build_root(self) -> None:
         """Put the head around the model, and change its layers as the config requires."""
@@ -143,6 +144,41 @@ class FSDPEngine(TrainEngine):
         engine._extensions = self._extensions.frozen()
         return engine
 
+    def add_adapter(self, adapter: NewAdapter) -> TrainedWeights:
+        """Add an adapter; see TrainEngine."""
+        if not adapter.name or adapter.name in self._adapters:
+            raise UserError(f"add_adapter: the name '{adapter.name}' is taken. Use another.")
+        weights = self._extensions.add_adapter(adapter)
+        if weights is None:
+            return super().add_adapter(adapter)
+        self._adapters[adapter.name] = weights
+        self._float32_names = self._extensions.own_parameters | {SCORE}
+        return weights
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter; see TrainEngine."""
+        del self._adapters[name]
+        self._extensions.remove_adapter(name)
+        self._float32_names = self._extensions.own_parameters | {SCORE}
+
+    def _check_adapters(self, rows: list[Sequence]) -> None:
+        """Raise UserError if rows name an adapter that was not added."""
+        for row in rows:
+            if row.adapter and row.adapter not in self._adapters:
+                raise UserError(
+                    f"A row names the adapter '{row.adapter}', which the engine does not have. "
+                    f"Add it, or use one of: {', '.join(self._adapters) or '(none)'}."
+                )
+
+    def _weights(self, name: str) -> TrainedWeights:
+        """Return the weights that rows with the adapter `name` train."""
+        return self._adapters[name] if name else self
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss; see TrainedWeights."""
+        return self.optimizer.scale.value
+
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer.
@@ -156,6 +192,7 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
+        self._check_adapters(rows)
         outputs_by_row: dict[str, list[np.ndarray]] = {}
         group_rows, first_row = self._extensions.gather_rows(rows)
         local_rows = slice(first_row, first_row + len(rows))
@@ -183,12 +220,15 @@ class FSDPEngine(TrainEngine):
         record_outputs: Mapping[str, str] | None = None,
     ) -> Stats:
         """Add a gradient; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
+        self._check_adapters(rows)
+        names = {row.adapter for row in rows} or {""}
         try:
             group_rows, _ = self._extensions.gather_rows(rows)
             plan = self._plan(group_rows, rows_per_example)
             stats = self._add_gradient(group_rows, plan, loss_fn, record_outputs)
         except BaseException:
-            self.drop_gradient()
+            for name in names:
+                self._weights(name).drop_gradient()
             models.reset(self._model)
             self._extensions.take_stats()
             raise
@@ -207,7 +247,6 @@ class FSDPEngine(TrainEngine):
         """Run the micro-batches of `plan`; return the stats of this rank."""
         loss_fn = self._extensions.added_loss(loss_fn, rows)
         roots = models.fsdp_modules(self._model)[:1]
-        loss_scale = self.optimizer.scale.value
         totals = dict[str, torch.Tensor | float]()
         computed_tokens = 0
         with self._low_precision():
@@ -224,7 +263,7 @@ class FSDPEngine(TrainEngine):
                     batch,
                     loss_fn,
                     record_outputs,
-                    scale=loss_scale,
+                    scale=self._weights(part[0].adapter).loss_scale,
                 )
                 _add_to(totals, stats)
                 _record(part, recorded)
@@ -243,15 +282,7 @@ class FSDPEngine(TrainEngine):
 
     def optim_step(self, *, lr: float | None = None) -> Stats:
         """Apply the gradient; see TrainEngine. Adds `loss_scale` in float16."""
-        optimizer = self.optimizer
-        outcome = optimizer.step(lr)
-        if outcome["skipped_update"]:
-            log.warning(
-                "update skipped",
-                reason="gradient norm not finite",
-                loss_scale=optimizer.scale.value if optimizer.scale.enabled else None,
-            )
-        return outcome
+        return self.optimizer.step(lr)
 
     def drop_gradient(self) -> None:
         """Clear the gradients of all parameters; see TrainEngine."""
@@ -259,30 +290,12 @@ class FSDPEngine(TrainEngine):
 
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
-        save_state(self._live_state(), checkpoint_id=folder / "state")
-        if dist.get_rank() != 0:
-            return
-        optimizer = self.optimizer
-        contents = {
-            "updates": optimizer.updates,
-            "loss_scale": [optimizer.scale.value, optimizer.scale.clean],
-            "extra": extra,
-        }
-        (folder / EXTRA_FILE).write_text(json.dumps(contents))
+        save_training(folder, self._live_weights(), self.optimizer, extra)
 
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         models.reshard(self._model)
-        self.drop_gradient()
-        state = self._live_state()
-        _check_tensors(state, folder)
-        load_state(state, checkpoint_id=folder / "state")
-        contents = json.loads((folder / EXTRA_FILE).read_text())
-        self.optimizer.updates = contents["updates"]
-        scale = self.optimizer.scale
-        if scale.enabled:
-            scale.value, scale.clean = contents.get("loss_scale", [scale.value, 0])
-        return contents["extra"]
+        return load_training(folder, self._live_weights(), self.optimizer)
 
     def export(self, path: Path) -> None:
         """Write the model in the compute dtype, with the files of the extensions."""
@@ -355,16 +368,38 @@ class FSDPEngine(TrainEngine):
             batch = replace(batch, replays_routing=False)
         return self._extensions.changed_batch(batch)
 
-    def _live_state(self) -> dict[str, Tensors]:
+    def _live_weights(self) -> Tensors:
         """Return the tensors that training changes, to save them or to load into them."""
         trained = Tensors()
         for name, tensor in state_tensors(self.module):
             is_buffer = not isinstance(tensor, nn.Parameter)
-            if tensor.requires_grad or is_buffer:
+            if name in self.optimizer.parameters or is_buffer:
                 trained[name] = tensor.detach()
-        return {"model": trained, "optimizer": self.optimizer.state()}
+        return trained
 
     def _plan(self, rows: list[Sequence], rows_per_example: int = 1) -> Plan:
+        """Return the row indices of each micro-batch, those of one adapter side by side."""
+        plan = Plan()
+        for group in self._mixable(rows):
+            group_plan = self._plan_group([rows[index] for index in group], rows_per_example)
+            for part in group_plan:
+                indices = [group[index] for index in part]
+                plan.append(sorted(indices, key=lambda index: rows[index].adapter))
+        return plan
+
+    def _mixable(self, rows: list[Sequence]) -> list[list[int]]:
+        """Return the indices of rows that may be in one micro-batch.
+
+        Packed rows have no axis by which a layer could tell them apart, and each adapter has a loss
+        scale of its own in float16.
+        """
+        is_mixed = self.config.lora.mixed and self.layout is None and not self._scales_loss
+        by_adapter = dict[str, list[int]]()
+        for index, row in enumerate(rows):
+            by_adapter.setdefault("" if is_mixed else row.adapter, []).append(index)
+        return [*by_adapter.values()] or [[]]
+
+    def _plan_group(self, rows: list[Sequence], rows_per_example: int) -> Plan:
         """Return the row indices of each micro-batch; the rows of an example stay together.
 
         The plans of all ranks have equally many micro-batches, so that collectives stay aligned. A
@@ -453,19 +488,6 @@ def _record(rows: list[Sequence], recorded: Tensors) -> None:
         row_values = scatter(values_N, rows)
         for row, values_T in zip(rows, row_values, strict=True):
             row.fields[field] = values_T
-
-
-def _check_tensors(state: dict[str, Tensors], folder: Path) -> None:
-    """Raise UserError if a checkpoint lacks a tensor of `state`."""
-    stored_names = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
-    for part, tensors in state.items():
-        for name in tensors:
-            if f"{part}.{name}" not in stored_names:
-                raise UserError(
-                    f"Checkpoint '{folder}' has no '{part}.{name}': "
-                    "use the model, engine.fsdp.lora and optimizer.type that it was written with, "
-                    "or start a new run with resume=never."
-                )
 
 
 def _local_device() -> torch.device:

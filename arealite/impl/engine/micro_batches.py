@@ -123,6 +123,7 @@ def collate(
         top_ids_NK=top_ids_NK,
         is_truncated_N=is_truncated_N,
         routing_BWR=routing_BWR,
+        adapters=tuple(row.adapter for row in rows),
     )
 
 

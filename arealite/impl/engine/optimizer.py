@@ -4,6 +4,7 @@ The norm is reduced over all ranks first, so every rank takes the same decision.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from arealite.api.engine import Training
 from arealite.api.engine_config import OptimizerConfig
 from arealite.base.errors import InvariantError, UserError
+from arealite.base.log import get
 
+log = get(__name__)
 FIRST_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**24
 GROWTH_UPDATES = 2000
@@ -52,20 +55,24 @@ class Optimizer:
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         training: Training,
         *,
         scales_loss: bool = False,
     ) -> None:
+        """Make the state of all parameters.
+
+        Args:
+            parameters: By their names in checkpoints.
+            training: Optimizer and schedule.
+            scales_loss: Whether the loss is scaled, for float16.
+        """
         self.updates = 0
         self.skipped = 0
         self.scale = LossScale(enabled=scales_loss)
         self._training = training
-        self._named = dict[str, nn.Parameter]()
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                self._named[name] = param
-        params = self._named.values()
+        self.parameters = parameters
+        params = parameters.values()
         self._copies = _num_copies(next(iter(params)))
         # Weight decay is applied here: torch's SGD would add it to the momentum.
         self._matrices = [param for param in params if param.ndim > 1]
@@ -114,7 +121,7 @@ class Optimizer:
                 total=training.total_updates,
                 config=training.optimizer,
             )
-        params = self._named.values()
+        params = self.parameters.values()
         gradients = [_local(param.grad) for param in params if param.grad is not None]
         if not gradients:
             raise UserError("optim_step: there is no gradient. Call forward_backward before it.")
@@ -131,6 +138,12 @@ class Optimizer:
         max_skipped = training.optimizer.max_skipped_updates
         if 0 < max_skipped <= self.skipped:
             raise InvariantError(self._skipped_text(norm, lr))
+        if not is_finite:
+            log.warning(
+                "update skipped",
+                reason="gradient norm not finite",
+                loss_scale=self.scale.value if self.scale.enabled else None,
+            )
         stats = {"loss_scale": scale} if self.scale.enabled else {}
         return stats | {
             "grad_norm": norm,
@@ -169,7 +182,7 @@ class Optimizer:
     def _skipped_text(self, norm: float, lr: float) -> str:
         """Return the text of the error after too many skipped updates."""
         param_state = "finite"
-        for name, param in self._named.items():
+        for name, param in self.parameters.items():
             if not _local(param).isfinite().all():
                 param_state = f"not finite, as {name}"
                 break
@@ -183,7 +196,7 @@ class Optimizer:
     def state(self) -> dict[str, torch.Tensor]:
         """Return moments and step counts by `<parameter>.<key>`; loading writes into them."""
         tensors = dict[str, torch.Tensor]()
-        for name, param in self._named.items():
+        for name, param in self.parameters.items():
             for key, tensor in self._torch.state[param].items():
                 tensors[f"{name}.{key}"] = tensor
         return tensors
