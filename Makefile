@@ -40,6 +40,8 @@ AREAL_VENV ?= .venv-areal
 ATTACKS_VENV ?= .venv-attacks
 # Virtual environment of the clients of make test-agents.
 AGENTS_VENV ?= .venv-agents
+# Virtual environment of the clients of make test-tinker.
+TINKER_VENV ?= .venv-tinker
 # Virtual environment of make test-verifiers.
 VERIFIERS_VENV ?= .venv-verifiers
 export OMP_NUM_THREADS ?= 1
@@ -47,7 +49,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-tinker test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -63,6 +65,7 @@ help:
 	@echo "                  BACKEND=vllm: the attacks on a server, on a real vLLM server on the CPU"
 	@echo "make test-agents  run real agent programs against a gateway; installs them into $(AGENTS_VENV)"
 	@echo "make test-verifiers  run an environment of verifiers through the gateway; installs it into $(VERIFIERS_VENV)"
+	@echo "make test-tinker  run the tinker SDK and recipes of tinker-cookbook against a service; installs them into $(TINKER_VENV)"
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
 	@echo "make test-vllm    run the tests on a real vLLM server on the CPU, in $(VLLM_VENV), also beside SGLang; test-vllm-short: a part"
@@ -176,6 +179,17 @@ test-verifiers: $(VERIFIERS_VENV)/.dev
 
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done
+
+# The clients; pytest and the service run in $(VENV). The recipes' tokenizer is SmolLM2's.
+$(TINKER_VENV)/.dev: Makefile
+	@$(call venv,$(TINKER_VENV))
+	@$(call install,torch (once: some minutes),$(TINKER_VENV)) $(TORCH)
+	@$(call install,the tinker SDK and its recipes,$(TINKER_VENV)) "tinker==0.38.*" tinker-cookbook
+	@touch $@
+
+test-tinker: $(VENV)/.gguf $(VENV)/.dev $(TINKER_VENV)/.dev
+	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
+	TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(PYTEST) -m tinker tests/tinker
 
 $(VENV)/.ray: $(VENV)/.dev
 	@$(call install,Ray,$(VENV)) -e ".[dev,demo,ray]"

@@ -33,6 +33,7 @@ from arealite.base.extras import extra_requirement  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
 from arealite.ext.evaluation.config import CollectConfig, EvaluateConfig  # noqa: E402
 from arealite.ext.hosting.server_config import EnvServerConfig  # noqa: E402
+from arealite.ext.tinker.config import TinkerServerConfig  # noqa: E402
 from arealite.ext.view.metric_names import catalogue  # noqa: E402
 from tools import reference_python  # noqa: E402
 
@@ -42,6 +43,7 @@ ROOTS: list[tuple[str, type, type | None]] = [
     ("train.py", ExperimentConfig, None),
     ("launch_llm_server", ServerConfig, None),
     ("arealite serve", EnvServerConfig, None),
+    ("arealite serve-tinker", TinkerServerConfig, ExperimentConfig),
     ("arealite eval", EvaluateConfig, ExperimentConfig),
     ("arealite collect", CollectConfig, ExperimentConfig),
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arealite.api.engine_config import Head, LoRAConfig, Training
+from arealite.api.engine_config import Head, LoRAConfig, OptimizerConfig, Training
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
 
@@ -82,13 +82,19 @@ class TrainedWeights(ABC):
         return 1.0
 
     @abstractmethod
-    def optim_step(self, *, lr: float | None = None) -> Stats:
+    def optim_step(
+        self,
+        *,
+        lr: float | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> Stats:
         """Apply the gradient of all `forward_backward` calls since the last update, and clear it.
 
         An update whose gradient norm is not finite is skipped.
 
         Args:
             lr: the learning rate of this update; None: that of the schedule.
+            optimizer: options from now on, of the same type; None: the current ones.
 
         Returns:
             `grad_norm`, `lr` and `skipped_update` (0 or 1).

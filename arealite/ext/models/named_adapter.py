@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.engine import Named, Stats, TrainedWeights
+from arealite.api.engine_config import OptimizerConfig
 from arealite.ext.models import lora
 from arealite.impl.engine import checkpoint
 from arealite.impl.engine.optimizer import Optimizer
@@ -32,8 +33,13 @@ class NamedAdapter(TrainedWeights):
     def loss_scale(self) -> float:
         return self.optimizer.scale.value
 
-    def optim_step(self, *, lr: float | None = None) -> Stats:
-        return self.optimizer.step(lr)
+    def optim_step(
+        self,
+        *,
+        lr: float | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> Stats:
+        return self.optimizer.step(lr, optimizer)
 
     def drop_gradient(self) -> None:
         self.optimizer.drop_gradient()

@@ -31,7 +31,7 @@ from arealite.api.engine import (
     TrainEngine,
     Training,
 )
-from arealite.api.engine_config import FSDPConfig
+from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.api.engine_extension import EngineSetup, MicroBatch, Plan
 from arealite.api.hooks import Fingerprint
 from arealite.base import entries
@@ -280,9 +280,14 @@ class FSDPEngine(TrainEngine):
         zeros = torch.cat([*outputs.values()])
         zeros.sum().backward()
 
-    def optim_step(self, *, lr: float | None = None) -> Stats:
+    def optim_step(
+        self,
+        *,
+        lr: float | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> Stats:
         """Apply the gradient; see TrainEngine. Adds `loss_scale` in float16."""
-        return self.optimizer.step(lr)
+        return self.optimizer.step(lr, optimizer)
 
     def drop_gradient(self) -> None:
         """Clear the gradients of all parameters; see TrainEngine."""

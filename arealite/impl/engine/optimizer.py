@@ -5,6 +5,7 @@ The norm is reduced over all ranks first, so every rank takes the same decision.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,11 @@ class Optimizer:
             # Created here, not at the first step, so that every checkpoint has the same tensors.
             self._torch.state[param] = {key: _zero_state(key, param) for key in moments}
 
-    def step(self, lr: float | None = None) -> dict[str, float]:
+    def step(
+        self,
+        lr: float | None = None,
+        config: OptimizerConfig | None = None,
+    ) -> dict[str, float]:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
 
         If the norm is not finite, parameters, moments and schedule do not change. In float16 the
@@ -108,11 +113,14 @@ class Optimizer:
 
         Args:
             lr: The learning rate; None: that of the schedule.
+            config: Options from now on; None: the current ones.
 
         Raises:
-            UserError: No parameter has a gradient.
+            UserError: No parameter has a gradient, or `config` is of another type.
             InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
         """
+        if config is not None:
+            self._use(config)
         training = self._training
         if lr is None:
             lr = learning_rate(
@@ -150,6 +158,19 @@ class Optimizer:
             "lr": lr,
             "skipped_update": float(not is_finite),
         }
+
+    def _use(self, config: OptimizerConfig) -> None:
+        """Take other options of the same type of optimizer."""
+        own_type = self._training.optimizer.type
+        if config.type != own_type:
+            raise UserError(f"optim_step: optimizer.type={config.type}: it is {own_type}.")
+        self._training = replace(self._training, optimizer=config)
+        for group in self._torch.param_groups:
+            if config.type == "sgd":
+                group["momentum"] = config.beta1
+            else:
+                group["betas"] = (config.beta1, config.beta2)
+                group["eps"] = config.eps
 
     def drop_gradient(self) -> None:
         """Clear the gradients of all parameters."""

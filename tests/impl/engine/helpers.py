@@ -203,7 +203,7 @@ def gradients(
     found: dict[str, torch.Tensor] = {}
     step = engine.optimizer.step
 
-    def take(lr: float | None = None) -> dict[str, float]:
+    def take(*options: Any) -> dict[str, float]:
         for name, param in engine.module.named_parameters():
             if not param.requires_grad:
                 assert param.grad is None
@@ -212,7 +212,7 @@ def gradients(
             grad = param.grad
             found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
         if updates:
-            return step(lr)
+            return step(*options)
         for param in engine.module.parameters():
             param.grad = None
         return {"skipped_update": 0.0}

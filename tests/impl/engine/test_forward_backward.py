@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arealite.api.engine import LossInput
-from arealite.api.engine_config import LoRAConfig
+from arealite.api.engine_config import LoRAConfig, OptimizerConfig
 from arealite.base.errors import UserError
 from arealite.impl.engine import fsdp
 from arealite.impl.engine.fsdp import FSDPEngine
@@ -162,6 +162,23 @@ def test_given_learning_rate_replaces_that_of_the_schedule(model: Path) -> None:
     for name, tensor in weights(engine).items():
         torch.testing.assert_close(tensor, before[name] - 0.5 * gradient[name])
     assert engine.train_batch(rows, LOSS)["lr"] == pytest.approx(1e-2 * 2 / 5)
+
+
+def test_options_of_a_step_apply_from_then_on(model: Path) -> None:
+    rows = make_rows()
+    options = {"beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "weight_decay": 0.1, "clip_grad_norm": 0.05}
+    engine = make_engine(model)
+    fresh = make_engine(model, optimizer=options)
+    config = OptimizerConfig(**options)
+    for optimizer in (config, None):
+        engine.forward_backward(rows, LOSS)
+        fresh.forward_backward(rows, LOSS)
+        stats = engine.optim_step(lr=0.1, optimizer=optimizer)
+        assert stats == fresh.optim_step(lr=0.1)
+        assert equal(weights(engine), weights(fresh))
+    engine.forward_backward(rows, LOSS)
+    with pytest.raises(UserError, match="optimizer.type=sgd: it is adamw"):
+        engine.optim_step(optimizer=OptimizerConfig(type="sgd"))
 
 
 def test_loading_a_checkpoint_drops_the_gradient(model: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class ScriptedEngine(TrainEngine):
         self.trained_fields = set(rows[0].fields) if rows else set()
         return {"loss": 0.0, "weight": 1.0}
 
-    def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
+    def optim_step(self, *, lr: float | None = None, optimizer: object = None) -> dict[str, float]:
         self.updates += 1
         self.events.add(f"{self.name}update {self.updates}")
         self.on_update(self.updates)
