@@ -35,6 +35,8 @@ class RunningService:
 
     address: str
     key: str = field(repr=False)
+    folder: Path
+    """Folder of its trial and of its checkpoints."""
     process: subprocess.Popen[str]
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -103,6 +105,7 @@ def serving(model: Path, folder: Path, *words: str, name: str = "org/tiny") -> I
             yield RunningService(
                 address=lines[0].partition("=")[2],
                 key=f"tml-{secret.stdout.strip()}",
+                folder=folder,
                 process=process,
             )
         finally:
