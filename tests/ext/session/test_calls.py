@@ -38,7 +38,7 @@ async def test_engine_call_runs_also_if_the_task_that_waits_for_it_is_cancelled(
 
 async def test_failed_call_drops_the_gradient_of_the_calls_before_it() -> None:
     gradient = list[str]()
-    calls = Calls(on_failure=gradient.clear)
+    calls = Calls(on_failure=lambda _: gradient.clear())
 
     def fail() -> None:
         raise ValueError("a row lacks a field")
