@@ -6,6 +6,7 @@ of a token.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -142,13 +143,19 @@ class NewAdapter:
     """An adapter to add to an engine."""
 
     name: str
-    """Letters, digits, "_" and "-"."""
+    """Letters, digits, "_" and "-", at most 100."""
     config: LoRAConfig
     training: Training
     seed: int
     """Of its first values, which depend on nothing else."""
     folder: Path | None = None
     """An adapter that peft wrote, with which it starts in place of `config` and `seed`."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]{1,100}", self.name, re.ASCII):
+            raise UserError(
+                f"adapter {self.name!r}: use letters, digits, '_' and '-' for its name, up to 100."
+            )
 
 
 class TrainEngine(TrainedWeights):

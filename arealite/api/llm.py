@@ -111,6 +111,11 @@ class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`input_ids` in JSON; b"": the client encodes them."""
     scores_prompt: bool = False
     """Whether the response should have the logprobs of the prompt's tokens."""
+    adapter: str = ""
+    """The adapter that samples, of those that servers list; "": that of the policy. `min_version`
+    and the versions of tokens are those of the adapter."""
+    seed: int | None = None
+    """Makes the tokens independent of other requests, at a server that can do that."""
 
     @property
     def routing_start(self) -> int:

@@ -50,6 +50,10 @@ class GenerateRequest:
     scores_prompt: bool = False
     """Whether the answer should have the log-probabilities of the prompt's tokens. They are
     computed anew, without cached prefixes."""
+    adapter: str = ""
+    """The adapter that samples; "": none. A server without it must refuse the request."""
+    seed: int | None = None
+    """As in LLMRequest."""
 
 
 TokenScore = tuple[float | None, int, Any]
@@ -155,6 +159,10 @@ class ServerProtocol(ABC):
             msgspec.DecodeError: It is not an answer.
             InvariantError: Ids and logprobs belong to different tokens.
         """
+
+    def lacks_adapter(self, status: int, raw: bytes) -> bool:
+        """Return whether a server refuses a request because it has no adapter of that name."""
+        return False
 
     @abstractmethod
     def abort_request(self, rid: str) -> tuple[str, Json]:

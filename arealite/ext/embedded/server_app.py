@@ -283,6 +283,7 @@ class App:
         )
         await self._call(self.engine.load_adapter, name, low_rank, version)
         self.model.adapters[name] = version
+        self.model.changed.set()
         logger.info("adapter loaded", name=name, version=version, path=body.lora_path)
         return {"success": True, "loaded_adapters": {**self.model.adapters}}
 
@@ -305,6 +306,7 @@ class App:
         name = body.lora_name
         if self.model.adapters.pop(name, None) is None:
             raise RequestRefused(f"No adapter '{name[:100]}' is loaded.")
+        self.model.changed.set()
         await self._call(self.engine.unload_adapter, name)
         return {"success": True, "loaded_adapters": {**self.model.adapters}}
 

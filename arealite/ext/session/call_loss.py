@@ -137,6 +137,8 @@ def _with_stats(own_loss: OwnLoss) -> LossFn:
 def weighted_rows(rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[Sequence]:
     """Return copies of rows that have all fields of a loss, with the default weights of tokens.
 
+    The weights of an adapter's rows do not depend on the rows of other adapters.
+
     Args:
         rows: The rows of the call.
         loss: Its loss.
@@ -156,10 +158,15 @@ def weighted_rows(rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[S
             )
     if "loss_weight" in names:
         return [replace(row, fields={**row.fields}) for row in rows]
-    lengths = [int(row.loss_mask.sum()) for row in rows]
-    weights = token_weights(loss.config.reduction, lengths, divisor=float(max_tokens))
-    weighted = list[Sequence]()
-    for row, weight in zip(rows, weights, strict=True):
-        weight_T = np.full(len(row.tokens), weight, np.float32)
-        weighted.append(replace(row, fields={**row.fields, "loss_weight": weight_T}))
+    indices_by_adapter = dict[str, list[int]]()
+    for index, row in enumerate(rows):
+        indices_by_adapter.setdefault(row.adapter, []).append(index)
+    weighted = [*rows]
+    for indices in indices_by_adapter.values():
+        lengths = [int(rows[index].loss_mask.sum()) for index in indices]
+        weights = token_weights(loss.config.reduction, lengths, divisor=float(max_tokens))
+        for index, weight in zip(indices, weights, strict=True):
+            row = rows[index]
+            weight_T = np.full(len(row.tokens), weight, np.float32)
+            weighted[index] = replace(row, fields={**row.fields, "loss_weight": weight_T})
     return weighted

@@ -2,12 +2,15 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from dataclasses import dataclass
+from threading import RLock
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+DEFAULT = ("",)
+"""The adapters of a call that names none."""
 
 
 class Call(Generic[T]):
@@ -18,11 +21,13 @@ class Call(Generic[T]):
         future: Future[T],
         calls: "Calls",
         *,
+        adapters: Collection[str] = DEFAULT,
         is_cancelled_with_its_wait: bool = False,
     ) -> None:
         self._future = future
         self._is_cancelled_with_its_wait = is_cancelled_with_its_wait
         self._calls = calls
+        self._adapters = adapters
         self._is_awaited = False
         future.add_done_callback(self._on_end)
 
@@ -62,78 +67,123 @@ class Call(Generic[T]):
         return self._future.cancel()
 
     def _begin_wait(self) -> None:
-        if not self._future.done():
-            self._calls.check()
-        self._is_awaited = True
+        """Note that this wait will show the user the call's failure, also one of the past.
+
+        Raises:
+            BaseException: Another call has failed, and nobody waited for it.
+        """
+        with self._calls.lock:
+            self._is_awaited = True
+            own_error = self._error()
+            if own_error is not None:
+                self._calls.mark_seen(own_error)
+        if self._future.done():
+            return
+        try:
+            self._calls.check(self._adapters)
+        except BaseException as error:
+            self._end_wait(error)
+            raise
 
     def _end_wait(self, error: BaseException) -> None:
         """Note that the user has seen a failure, and that nobody waits now."""
         self._calls.mark_seen(error)
-        self._is_awaited = False
-        if not self._future.done() or self._future.cancelled():
-            return
-        own_error = self._future.exception()
-        if own_error is not None and own_error is not error:  # the wait was given up
-            self._calls.add_failure(own_error)
+        with self._calls.lock:
+            self._is_awaited = False
+            own_error = self._error()
+            if own_error is not None and own_error is not error:  # the wait was given up
+                self._calls.add_failure(own_error, self._adapters)
 
     def _on_end(self, future: Future[T]) -> None:
-        if self._is_awaited or future.cancelled():
-            return
-        error = future.exception()
-        if error is not None:
-            self._calls.add_failure(error)
+        with self._calls.lock:
+            error = self._error()
+            if error is not None and not self._is_awaited:
+                self._calls.add_failure(error, self._adapters)
+
+    def _error(self) -> BaseException | None:
+        """Return the failure of the call; None if it has not ended, or has none."""
+        if not self._future.done() or self._future.cancelled():
+            return None
+        return self._future.exception()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Failure:
+    """The failure of an engine call."""
+
+    error: BaseException
+    end_of_skipped: float = math.inf
+    """Number of the first engine call that was made after the user had seen it."""
 
 
 class Calls:
     """Runs engine calls in their order, and keeps each failure until the user has seen it.
 
-    After a failed engine call, the calls that were made before the user saw the failure do not run:
-    they fail with the same error. An update with half of a gradient is therefore never applied.
+    After a failed engine call, the calls for its adapters that were made before the user saw the
+    failure do not run: they fail with the same error. An update with half of a gradient is
+    therefore never applied. Calls for other adapters run.
     """
 
-    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        on_failure: Callable[[Collection[str]], None] = lambda adapters: None,
+    ) -> None:
         """Start no thread yet.
 
         Args:
-            on_failure: Called in the engine's thread after a failed engine call.
+            on_failure: Called in the engine's thread with the adapters of a failed engine call.
         """
         self._on_failure = on_failure
         self._engine_thread = ThreadPoolExecutor(1, "session engine")
-        self._unseen: list[BaseException] = []
-        """Failures of calls that nobody waited for, oldest first."""
-        self._lock = Lock()
+        self._unseen: list[tuple[BaseException, Collection[str]]] = []
+        """Failures of calls that nobody waited for, oldest first, and the calls' adapters."""
+        self.lock = RLock()
+        """Is held while failures are noted, or while it changes whether they are."""
         self._num_submitted = 0
-        self._failure: BaseException | None = None
-        """Failure of the newest engine call that ran; None if it succeeded."""
-        self._end_of_skipped = math.inf
-        """Number of the first engine call that was made after the user had seen `_failure`."""
+        self._failures = dict[str, _Failure]()
+        """Failure of the newest engine call for each adapter; none if it succeeded."""
 
-    def submit(self, job: Callable[..., T], *args: object) -> Future[T]:
-        """Run `job(*args)` in the engine's thread, after all earlier jobs."""
+    def submit(
+        self,
+        job: Callable[..., T],
+        *args: object,
+        adapters: Collection[str] = DEFAULT,
+    ) -> Future[T]:
+        """Run `job(*args)` in the engine's thread, after all earlier jobs.
+
+        Args:
+            job: The function.
+            args: Its arguments.
+            adapters: If a call for one of them has failed, the job may be skipped.
+        """
         number = self._num_submitted
         self._num_submitted += 1
-        return self._engine_thread.submit(self._run, number, job, *args)
+        return self._engine_thread.submit(self._run, number, adapters, job, *args)
 
-    def check(self) -> None:
-        """Raise the oldest failure that the user has not seen."""
-        if self._unseen:
-            error = self._unseen[0]
-            self.mark_seen(error)
-            raise error
+    def check(self, adapters: Collection[str] | None = None) -> None:
+        """Raise the oldest failure that the user has not seen, of some adapters; None: of any."""
+        for error, of_adapters in self._unseen:
+            if adapters is None or not {*adapters}.isdisjoint(of_adapters):
+                self.mark_seen(error)
+                raise error
 
     def mark_seen(self, error: BaseException) -> None:
         """Note that the user has seen a failure: later engine calls run."""
-        with self._lock:
-            self._unseen = [failure for failure in self._unseen if failure is not error]
-        if error is self._failure and self._end_of_skipped == math.inf:
-            self._end_of_skipped = self._num_submitted
+        with self.lock:
+            self._unseen = [unseen for unseen in self._unseen if unseen[0] is not error]
+            for failure in self._failures.values():
+                if failure.error is error and failure.end_of_skipped == math.inf:
+                    failure.end_of_skipped = self._num_submitted
 
-    def add_failure(self, error: BaseException) -> None:
+    def add_failure(self, error: BaseException, adapters: Collection[str] = DEFAULT) -> None:
         """Keep a failure of a call that nobody waits for."""
-        is_seen = error is self._failure and self._end_of_skipped < math.inf
-        with self._lock:
-            if not is_seen and error not in self._unseen:
-                self._unseen.append(error)
+        with self.lock:
+            is_seen = any(
+                failure.error is error and failure.end_of_skipped < math.inf
+                for failure in self._failures.values()
+            )
+            if not is_seen and all(error is not unseen for unseen, _ in self._unseen):
+                self._unseen.append((error, adapters))
 
     def close(self, *, cancel: bool) -> None:
         """End the thread after its jobs.
@@ -143,14 +193,27 @@ class Calls:
         """
         self._engine_thread.shutdown(cancel_futures=cancel)
 
-    def _run(self, number: int, job: Callable[..., T], *args: object) -> T:
-        if self._failure is not None and number < self._end_of_skipped:
-            raise self._failure
-        self._failure = None
+    def _run(
+        self,
+        number: int,
+        adapters: Collection[str],
+        job: Callable[..., T],
+        *args: object,
+    ) -> T:
+        with self.lock:
+            failures = [self._failures.pop(name) for name in adapters if name in self._failures]
+        for failure in failures:
+            if number < failure.end_of_skipped:
+                self._fail(adapters, failure)
+                raise failure.error
         try:
             return job(*args)
         except BaseException as error:
-            self._end_of_skipped = math.inf
-            self._failure = error
-            self._on_failure()
+            self._fail(adapters, _Failure(error=error))
             raise
+
+    def _fail(self, adapters: Collection[str], failure: _Failure) -> None:
+        """Skip the next calls for all adapters of a failed call: it may have had rows of each."""
+        with self.lock:
+            self._failures |= dict.fromkeys(adapters, failure)
+        self._on_failure(adapters)

@@ -1,16 +1,25 @@
 """The trained model of a session, and the publisher of its weights; in one thread, one rank."""
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from arealite.api.engine import Sequence, Stats, TrainEngine, Training
+from arealite.api.engine import (
+    NewAdapter,
+    Sequence,
+    Stats,
+    TrainedWeights,
+    TrainEngine,
+    Training,
+)
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.base import entries
 from arealite.base.errors import RoleError
 from arealite.ext.session.call_loss import Loss, weighted_rows
+from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.base import (
     make_engine,
     make_reference,
@@ -27,6 +36,8 @@ class Policy:
     def __init__(self) -> None:
         self._resources = ExitStack()
         self._publisher: WeightPublisher | None = None
+        self._trained = dict[str, TrainedWeights]()
+        """The engine's own weights, "", unless they are frozen; and those of each adapter."""
 
     def load_model(self, config: ExperimentConfig) -> None:
         """Load the model and its optimizer, and open the publisher."""
@@ -43,8 +54,12 @@ class Policy:
         self.engine = make_engine(config, training=training)
         self.engine.replays_routing = ppo.collector.routing == "replay"
         self._reference: TrainEngine | None = None
-        if ppo.engine.fsdp.lora.rank or config.model.adapter:  # before an update: it costs nothing
+        lora = ppo.engine.fsdp.lora
+        has_default = bool(lora.rank or config.model.adapter)
+        if has_default or lora.only_named:  # before an update: it costs nothing
             self._reference = self._make_reference()
+        if has_default or not lora.only_named:
+            self._trained[""] = self.engine
         publisher = publishers.get(ppo.publisher.type)(config, self.engine)
         self._resources.callback(publisher.close)
         makers = entries.hooks("policy_proof")
@@ -101,10 +116,30 @@ class Policy:
                 row.fields[field] = copy.fields[field]
         return stats
 
-    def drop_gradient(self) -> None:
-        """Drop the gradient since the last update."""
-        if self._publisher is not None:
-            self.engine.drop_gradient()
+    def drop_gradient(self, adapters: Collection[str]) -> None:
+        """Drop the gradient of adapters since their last update."""
+        for name in self._trained.keys() & set(adapters):
+            self._trained[name].drop_gradient()
+
+    def optim_step(self, adapter: str, lr: float | None) -> Stats:
+        """Apply the gradient of an adapter."""
+        return self._trained[adapter].optim_step(lr=lr)
+
+    def add_adapter(self, adapter: NewAdapter) -> None:
+        """Add an adapter to the engine."""
+        self._trained[adapter.name] = self.engine.add_adapter(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter from the engine, if it has been added."""
+        if self._trained.pop(name, None) is not None:
+            self.engine.remove_adapter(name)
+
+    def stage_adapter(self, name: str, version: int) -> Path:
+        """Write an adapter for the servers; return its folder."""
+        assert isinstance(self._publisher, DiskPublisher), "load_model first"
+        folder = self._publisher.folder / "adapters" / name / str(version)
+        self._trained[name].export(folder)
+        return folder
 
     def stage(self, version: int) -> None:
         """Copy the weights for the servers."""
@@ -121,12 +156,17 @@ class Policy:
             raise RoleError("no server has confirmed it. Publish again.")
         return report
 
-    def save(self, path: Path) -> Path:
+    def save(self, path: Path, adapter: str) -> Path:
         """Write a checkpoint; return its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_engines(path, {".": self.engine}, {}, self._world)
+        write_engines(path, {".": self._trained[adapter]}, {}, self._world)
         return path
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, adapter: str) -> None:
         """Read a checkpoint."""
-        read_engines(path, {".": self.engine})
+        read_engines(path, {".": self._trained[adapter]})
+
+    def export(self, path: Path, adapter: str) -> None:
+        """Write a Hugging Face folder, or that of an adapter."""
+        weights = self._trained[adapter] if adapter else self.engine
+        weights.export(path)

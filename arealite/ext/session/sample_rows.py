@@ -44,6 +44,8 @@ class Sample:
     temperature: float
     group: str
     """Equal for the answers to one prompt of a call, and for no others."""
+    adapter: str = ""
+    """The adapter that sampled it, of which `versions` are versions; "": the default one."""
     routing: bytes = field(default=b"", repr=False)
     """Experts of a mixture, for all tokens but the last one, uint8 [T - 1, R]; b"": no record."""
 
@@ -82,6 +84,7 @@ class Sample:
                 "versions": versions_T,
             },
             routing=routing_TR,
+            adapter=self.adapter,
         )
 
 

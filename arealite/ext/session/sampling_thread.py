@@ -7,15 +7,18 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm import LLMClient, LLMRequest, SamplingConfig, clients
+from arealite.api.publisher import PublishReport
 from arealite.api.server_protocol import SERVER_START_S
 from arealite.api.tokenizer import Tokenizer
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
+from arealite.ext.session.adapter_publisher import AdapterPublisher
 from arealite.ext.session.sample_rows import Sample, TokenizedPrompt
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
@@ -55,7 +58,9 @@ class SamplingThread:
         """Whether the servers have ended, or are about to, without `close`."""
         self._on_lost = on_lost
         self._groups = itertools.count()
-        self._samplings = set[asyncio.Task[Any]]()
+        self._samplings = dict[asyncio.Task[Any], str]()
+        """The adapter of each open `sample`."""
+        self._adapters = AdapterPublisher(config)
         self._thread = LoopThread("session servers", self._main)
         self._thread.ended.add_done_callback(self._on_end)
 
@@ -78,9 +83,40 @@ class SamplingThread:
         *,
         num_samples: int,
         min_version: int,
+        adapter: str,
+        seed: int | None,
     ) -> Future[list[Sample]]:
         """Begin to sample `num_samples` answers to each prompt; see `Session.sample`."""
-        work = self._sample(prompts, sampling, num_samples, min_version)
+        requests = list[tuple[TokenizedPrompt, LLMRequest]]()
+        for prompt in prompts:
+            group = f"group-{next(self._groups)}"
+            for member in range(num_samples):
+                request = LLMRequest(
+                    request_id=f"{group}/{member}",
+                    group_id=group,
+                    input_ids=prompt.ids,
+                    sampling=sampling,
+                    min_version=min_version,
+                    adapter=adapter,
+                    seed=None if seed is None else seed + len(requests),
+                )
+                requests.append((prompt, request))
+        work = self._sample(requests, adapter)
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+
+    def publish_adapter(
+        self,
+        name: str,
+        version: int,
+        staged: Future[Path],
+    ) -> Future[PublishReport]:
+        """Begin to send an adapter to all servers; see `AdapterPublisher.publish`."""
+        work = self._adapters.publish(name, version, staged)
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+
+    def remove_adapter(self, name: str, removed: Future[None]) -> Future[None]:
+        """Begin to end an adapter's open samples, and to unload it at the servers."""
+        work = self._remove_adapter(name, removed)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def close(self) -> None:
@@ -106,6 +142,7 @@ class SamplingThread:
     async def _serve(self, num_servers: int) -> None:
         client_config = self._config.trainer.ppo.collector.client
         self._client = clients.get(client_config.type)(self._config, client_config)
+        self._adapters.open()
         try:
             await self._client.start()
             await NameRegistry.of(self._config).wait(
@@ -116,40 +153,38 @@ class SamplingThread:
             )
             if not self.ready.done():  # or the user has given up
                 self.ready.set_result(None)
-            await asyncio.get_running_loop().create_future()  # until it is cancelled
+            await self._adapters.watch()  # until it is cancelled
         finally:
             self.is_lost = not self._is_closing
             await cancel_all(self._samplings)
             await self._client.close()
+            self._adapters.close()
+
+    async def _remove_adapter(self, name: str, removed: Future[None]) -> None:
+        for task, adapter in self._samplings.items():
+            if adapter == name:
+                task.cancel(f"sample: the adapter '{name}' was removed.")
+        await self._adapters.remove(name, removed)
 
     async def _sample(
         self,
-        prompts: Sequence[TokenizedPrompt],
-        sampling: SamplingConfig,
-        num_samples: int,
-        min_version: int,
+        requests: Sequence[tuple[TokenizedPrompt, LLMRequest]],
+        adapter: str,
     ) -> list[Sample]:
         sampling_task = asyncio.current_task()
         assert sampling_task is not None
-        self._samplings.add(sampling_task)
-        sampling_task.add_done_callback(self._samplings.discard)
+        self._samplings[sampling_task] = adapter
+        sampling_task.add_done_callback(self._samplings.pop)
         generations = list[asyncio.Task[Sample]]()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for prompt in prompts:
-                    group = f"group-{next(self._groups)}"
-                    for member in range(num_samples):
-                        request = LLMRequest(
-                            request_id=f"{group}/{member}",
-                            group_id=group,
-                            input_ids=prompt.ids,
-                            sampling=sampling,
-                            min_version=min_version,
-                        )
-                        generations.append(tasks.create_task(self._generate(prompt, request)))
+                for prompt, request in requests:
+                    generations.append(tasks.create_task(self._generate(prompt, request)))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancellation:
+            for reason in cancellation.args:
+                raise UserError(reason) from None
             if self.is_lost:
                 text = f"sample: the servers have ended. Their logs are in {self._logs}."
                 raise RoleError(text) from None
@@ -168,5 +203,6 @@ class SamplingThread:
             text=self._tokenizer.decode(response.output_ids, skip_special_tokens=True),
             temperature=request.sampling.temperature,
             group=request.group_id,
+            adapter=request.adapter,
             routing=response.routing,
         )

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -15,29 +14,31 @@ import numpy as np
 import structlog
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.engine import Sequence, Stats
+from arealite.api.engine import NewAdapter, Sequence, Stats, Training
+from arealite.api.engine_config import LoRAConfig
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
-from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.files import lock_file
 from arealite.base.folder_checks import check_name
-from arealite.cli import configs, preflight, resolved
+from arealite.cli import configs, resolved
 from arealite.ext.notebook.command_line import Overrides, checked, resolve, words
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
-from arealite.ext.session.calls import Call, Calls
+from arealite.ext.session.calls import DEFAULT, Call, Calls
 from arealite.ext.session.policy import Policy
 from arealite.ext.session.sample_rows import PromptInput, Sample, make_rows, tokenized
 from arealite.ext.session.sampling_thread import SamplingThread
-from arealite.system.names.name_registry import NameRegistry
+from arealite.ext.session.start_checks import check_input, check_sampling
 
 T = TypeVar("T")
 PPO = "trainer.ppo"
 SHORT_KEYS = frozenset(item.name for item in fields(PPOConfig))
 """Sections and options that overrides may name without `trainer.ppo.`."""
 IN_USE = "Close the other session, or pass another trial."
+NAMED_RANK = 32
+"""Rank of an adapter, if the session trains no default one."""
 
 
 def session(
@@ -46,6 +47,7 @@ def session(
     servers: int | None = None,
     addresses: Seq[str] = (),
     lora: int = 0,
+    adapters: Seq[str] = (),
     max_staleness: int | None = None,
     trial: str = "session",
     overrides: Overrides = None,
@@ -59,7 +61,9 @@ def session(
         model: A Hugging Face folder, or the id of a model of the Hugging Face Hub.
         servers: Number of servers to start; None: one, or none with `addresses`.
         addresses: Running servers, as in ["http://10.0.0.1:30000"]; the session updates them.
-        lora: Rank of adapters that are trained in place of all parameters; 0: no adapters.
+        lora: Rank of the adapter that is trained in place of all parameters; 0: none.
+        adapters: Names of further adapters; see `Session.add_adapter`. With lora=0, the model is
+            frozen, and only these train.
         max_staleness: Largest age of a trained token, in versions; None: 4.
         trial: Name of the folder `runs/arealite/TRIAL`, which has logs and saved states.
         overrides: Other options, as in {"engine.fsdp.dtype": "bfloat16"}. The prefix `trainer.ppo.`
@@ -77,10 +81,11 @@ def session(
             "launcher.llm_servers": servers,
             "llm_server.addresses": [*addresses] or None,
             f"{PPO}.engine.fsdp.lora.rank": lora or None,
+            f"{PPO}.engine.fsdp.lora.only_named": bool(adapters) or None,
             f"{PPO}.max_staleness": max_staleness,
         },
     )
-    return Session(model, user_words)
+    return Session(model, user_words, adapters)
 
 
 def _with_full_keys(overrides: Overrides) -> Overrides:
@@ -94,26 +99,40 @@ def _with_full_keys(overrides: Overrides) -> Overrides:
     return full
 
 
+@dataclass(eq=False, kw_only=True)
+class AdapterVersions:
+    """The versions of one adapter, or of the default weights."""
+
+    version: int = 0
+    """That of the newest `publish`."""
+    confirmed: int = 0
+    """Oldest version that may sample: all servers in traffic hold it, or the first version."""
+
+
 class Session:
     """A model that is trained in this process and sampled by servers; see `arealite.session`.
 
     Each call returns at once with a `Call`, the future of its result. Engine calls (`forward`,
     `forward_backward`, `optim_step`, `publish`, `save`, `load`, `export`) run one after the other,
     in the order of the calls; samples are drawn meanwhile. Wrong arguments raise UserError at
-    once. A call that fails raises when it is awaited, or else at the next call or await, or at the
-    end of the `async with` block. Engine calls made before that do not run.
+    once. A call that fails raises when it is awaited, or else at the next call or await for the
+    same adapter, or at the end of the `async with` block. Engine calls for the adapter that were
+    made before that do not run.
     """
 
-    def __init__(self, model: str | Path, user_words: Seq[str]) -> None:
+    def __init__(self, model: str | Path, user_words: Seq[str], adapters: Seq[str] = ()) -> None:
         self._model = model
         self._words = user_words
+        self._first_adapters = adapters
         self._resources = ExitStack()
         self._calls = Calls(on_failure=self._drop_gradient)
         self._pusher = ThreadPoolExecutor(1, "session publish")
         self._pushed: Future[PublishReport] | None = None
-        self._version = 0
-        self._confirmed = 0
-        """Newest version that all servers in traffic hold."""
+        self._versions = {"": AdapterVersions()}
+        """Of the default weights, "", and of each adapter."""
+        self._next_versions = dict[str, int]()
+        """The first version of an adapter that gets the name of a removed one."""
+        self._adapter_pushes = set[Future[Any]]()
         self._config: ExperimentConfig
         self._policy = Policy()
         self._sampler: SamplingThread | None = None
@@ -137,7 +156,10 @@ class Session:
             self._sampler = SamplingThread(self._config, self._tokenizer, on_lost=stop)
             await asyncio.wrap_future(loading)
             await asyncio.wrap_future(self._sampler.ready)
-            await self._publish(0)
+            if not self._is_base_frozen:
+                await self._publish(0)
+            for name in self._first_adapters:
+                await self.add_adapter(name)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(self._end, cancel=True))
             raise
@@ -153,7 +175,7 @@ class Session:
             parts={"model": self._model},
         )
         config = resolved.resolve_host(configs.with_model(config))
-        _check_input(config)
+        check_input(config)
         for folder in (name_dir(config), run_paths(config).root):
             folder.mkdir(parents=True, exist_ok=True)
             self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
@@ -184,41 +206,168 @@ class Session:
             self._policy.stop_publisher()
         self._calls.close(cancel=cancel)
         self._pusher.shutdown(cancel_futures=cancel)
+        if not cancel:
+            wait(self._adapter_pushes)
         self._policy.close()
         if self._sampler is not None:
             self._sampler.close()
             self._sampler = None
         self._resources.close()
 
-    def _drop_gradient(self) -> None:
-        self._policy.drop_gradient()
+    def _drop_gradient(self, adapters: Collection[str]) -> None:
+        self._policy.drop_gradient(adapters)
 
-    def _check(self) -> SamplingThread:
+    @property
+    def _is_base_frozen(self) -> bool:
+        """Whether the default weights are the base model."""
+        lora = self._config.trainer.ppo.engine.fsdp.lora
+        return lora.only_named and not lora.rank and not self._config.model.adapter
+
+    def _check(self, adapters: Collection[str] = DEFAULT) -> SamplingThread:
         """Return the sampling thread of a started session.
 
+        Args:
+            adapters: The adapters of the call.
+
         Raises:
-            Exception: The session is not running, a server has ended, or an earlier call has
-                failed and nobody has waited for it.
+            Exception: The session is not running, there is no such adapter, a server has ended, or
+                an earlier call for one of the adapters has failed and nobody has waited for it.
         """
         if self._sampler is None:
             raise UserError(
                 "the session is not running. Use `async with arealite.session(…) as s`."
             )
+        for name in adapters:
+            self.adapter_version(name)
         self._sampler.check()
-        self._calls.check()
+        self._calls.check(adapters)
         return self._sampler
 
-    def _begin(self, job: Callable[..., T], *args: object, **options: object) -> Call[T]:
-        """Begin an engine call."""
+    def _check_trained(self, call: str, adapters: Collection[str]) -> None:
+        """Raise UserError if a call would train or read the weights of a frozen model."""
+        if "" in adapters and self._is_base_frozen:
+            raise UserError(
+                f"{call}: the model itself is frozen. Name one of the adapters "
+                f"({', '.join(self.adapters)}), or start the session with lora=32."
+            )
+
+    def _begin(
+        self,
+        adapters: Collection[str],
+        job: Callable[..., T],
+        *args: object,
+    ) -> Call[T]:
+        """Begin an engine call for some adapters."""
+        self._check(adapters)
+        future = self._calls.submit(job, *args, adapters=adapters)
+        return Call(future, self._calls, adapters=adapters)
+
+    # ------------------------------------------------------------ adapters
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters, in the order in which they were added."""
+        return tuple(name for name in self._versions if name)
+
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        targets: Seq[str] | None = None,
+        seed: int | None = None,
+        optimizer: Mapping[str, object] | None = None,
+    ) -> Call[PublishReport]:
+        """Add an adapter with weights, optimizer and versions of its own, and publish it.
+
+        It starts as the base model, as version 0, or after the last version of an earlier adapter
+        of this name. Other calls may name it at once.
+
+        Args:
+            name: Letters, digits, "_" and "-".
+            rank: Its rank; None: `lora` of the session, or 32.
+            alpha: The adapter is scaled by alpha / rank; None: `engine.fsdp.lora.alpha`.
+            targets: Names of the layers; None: `engine.fsdp.lora.targets`.
+            seed: Of its first values; None: that of the session.
+            optimizer: Options of `optimizer` for it, as in {"beta2": 0.99}.
+
+        Raises:
+            UserError: The name or an option is wrong, or the name is taken; in the call: the model
+                or a server cannot have the adapter.
+        """
+        if name in self._versions:
+            raise UserError(f"add_adapter: there is an adapter '{name}' already. Use another name.")
+        config = self._config
+        ppo = config.trainer.ppo
+        adapter = NewAdapter(
+            name=name,
+            config=self._adapter_options(rank, alpha, targets),
+            training=Training(
+                optimizer=changed(ppo.optimizer, "add_adapter", optimizer or {}),
+                lr=ppo.lr,
+                total_updates=ppo.total_steps * ppo.updates * ppo.epochs,
+            ),
+            seed=config.seed if seed is None else seed,
+        )
         self._check()
-        return Call(self._calls.submit(partial(job, *args, **options)), self._calls)
+        first = self._next_versions.get(name, 0)
+        versions = AdapterVersions(version=first, confirmed=first)
+        self._versions[name] = versions
+        added = self._calls.submit(self._policy.add_adapter, adapter, adapters=[name])
+
+        def forget_failed(added: Future[None]) -> None:
+            is_failed = added.cancelled() or added.exception() is not None
+            if is_failed and self._versions.get(name) is versions:
+                del self._versions[name]
+
+        added.add_done_callback(forget_failed)
+        return self._publish_adapter(name)
+
+    def _adapter_options(
+        self,
+        rank: int | None,
+        alpha: float | None,
+        targets: Seq[str] | None,
+    ) -> LoRAConfig:
+        lora = self._config.trainer.ppo.engine.fsdp.lora
+        options: dict[str, object] = {"rank": rank or lora.rank or NAMED_RANK}
+        if alpha is not None:
+            options["alpha"] = alpha
+        if targets is not None:
+            options["targets"] = [*targets]
+        return changed(lora, "add_adapter", options)
+
+    def remove_adapter(self, name: str) -> Call[None]:
+        """Remove an adapter, also at the servers; its open samples fail.
+
+        Raises:
+            UserError: There is no such adapter.
+        """
+        sampler = self._check([name])
+        versions = self._versions.pop(name)
+        self._next_versions[name] = versions.version + 1
+        removed = self._calls.submit(self._policy.remove_adapter, name, adapters=[])
+        unloaded = self._pushing(sampler.remove_adapter(name, removed))
+        return Call(unloaded, self._calls, adapters=[name])
 
     # ------------------------------------------------------------ samples
 
     @property
     def version(self) -> int:
         """The version that the newest `publish` has given the weights; 0: those of the start."""
-        return self._version
+        return self.adapter_version()
+
+    def adapter_version(self, name: str = "") -> int:
+        """Return the version that the newest `publish` has given an adapter.
+
+        Raises:
+            UserError: There is no such adapter.
+        """
+        if name not in self._versions:
+            known = ", ".join(self.adapters) or "(none)"
+            raise UserError(f"there is no adapter '{name}'. Adapters: {known}.")
+        return self._versions[name].version
 
     def sample(
         self,
@@ -226,6 +375,8 @@ class Session:
         *,
         n: int = 1,
         max_tokens: int | None = None,
+        adapter: str = "",
+        seed: int | None = None,
         **options: Any,
     ) -> Call[list[Sample]]:
         """Sample answers from the newest weights that the servers have confirmed, or newer ones.
@@ -237,6 +388,9 @@ class Session:
             prompts: Texts, lists of token ids, or lists of chat messages; or one of them.
             n: Answers to each prompt.
             max_tokens: Longest answer in tokens; None: `collector.sampling.max_new_tokens`.
+            adapter: Name of the adapter that samples.
+            seed: Makes the answers reproducible on embedded servers: answer k of the call is
+                sampled with seed + k.
             options: Other options of `collector.sampling`, such as temperature=0.7, stop=["\\n"].
 
         Returns:
@@ -247,20 +401,27 @@ class Session:
             EpisodeError: In the call: a prompt does not fit the context of a server, or no server
                 has finished the request in time.
         """
-        sampler = self._check()
+        sampler = self._check([adapter])
         if n < 1:
             raise UserError(f"sample: n={n}: use at least 1.")
         if max_tokens is not None:
             options["max_new_tokens"] = max_tokens
         sampling = changed(self._config.trainer.ppo.collector.sampling, "sample", options)
-        _check_sampling(sampling)
+        check_sampling(sampling)
         future = sampler.submit(
             tokenized(prompts, self._tokenizer),
             sampling,
             num_samples=n,
-            min_version=self._confirmed,
+            min_version=self._versions[adapter].confirmed,
+            adapter=adapter,
+            seed=seed,
         )
-        return Call(future, self._calls, is_cancelled_with_its_wait=True)
+        return Call(
+            future,
+            self._calls,
+            adapters=[adapter],
+            is_cancelled_with_its_wait=True,
+        )
 
     async def batches(
         self,
@@ -331,7 +492,7 @@ class Session:
         Returns:
             Logprobs at the row's temperature, float32 [T] for each row, 0 outside `loss_mask`.
         """
-        return self._begin(self._policy.logprobs, [*rows], field)
+        return self._begin(_adapters_of(rows), self._policy.logprobs, [*rows], field)
 
     def forward_backward(
         self,
@@ -344,6 +505,8 @@ class Session:
         If the rows have no field `loss_weight`, the loss is the mean over their loss tokens (or
         `loss.reduction`): gradients of several calls are then a sum of means. If they have no
         field `prox_logprobs`, a decoupled loss takes them from this pass and sets the field.
+
+        Each row trains its adapter. The mean is over the loss tokens of the adapter's rows.
 
         Args:
             rows: Rows of `Session.rows`, of `Sample.row`, or your own. Do not change them before
@@ -365,8 +528,11 @@ class Session:
         if not rows:
             raise UserError("forward_backward: there are no rows. Pass at least one.")
         ready = make_loss(self._config, loss, options)
+        adapters = _adapters_of(rows)
+        self._check(adapters)
+        self._check_trained("forward_backward", adapters)
         self._check_staleness(rows)
-        return self._begin(self._policy.forward_backward, [*rows], ready)
+        return self._begin(adapters, self._policy.forward_backward, [*rows], ready)
 
     def _check_staleness(self, rows: Seq[Sequence]) -> None:
         """Refuse rows with loss tokens older than `max_staleness`.
@@ -379,18 +545,20 @@ class Session:
             if "versions" not in row.fields or not row.loss_mask.any():
                 continue
             oldest = int(row.fields["versions"][row.loss_mask].min())
-            if self._version - oldest > limit:
+            version = self._versions[row.adapter].version
+            if version - oldest > limit:
                 raise UserError(
                     f"forward_backward: row {index} has tokens of version {oldest}, and the "
-                    f"weights have version {self._version}: max_staleness={limit} is exceeded. "
+                    f"weights have version {version}: max_staleness={limit} is exceeded. "
                     "Train samples earlier, sample fewer batches ahead, or raise max_staleness."
                 )
 
-    def optim_step(self, lr: float | None = None) -> Call[Stats]:
+    def optim_step(self, lr: float | None = None, *, adapter: str = "") -> Call[Stats]:
         """Apply the gradient of all `forward_backward` calls since the last update.
 
         Args:
             lr: Learning rate; None: that of the schedule (`lr`, `optimizer`, `total_steps`).
+            adapter: The adapter to update.
 
         Returns:
             `grad_norm` before clipping, `lr`, and `skipped_update`: 1 if the norm is not finite;
@@ -401,13 +569,17 @@ class Session:
         """
         if lr is not None and not 0 <= lr < float("inf"):
             raise UserError(f"optim_step: lr={lr}: use a number of at least 0.")
-        return self._begin(self._policy.engine.optim_step, lr=lr)
+        self._check_trained("optim_step", [adapter])
+        return self._begin([adapter], self._policy.optim_step, adapter, lr)
 
-    def publish(self) -> Call[PublishReport]:
+    def publish(self, *, adapter: str = "") -> Call[PublishReport]:
         """Update all servers to the weights that are trained, as their next version.
 
         Servers pause, load the weights, and continue open answers after their last token. Later
         engine calls run during the update.
+
+        Args:
+            adapter: The adapter to send; only its answers are interrupted.
 
         Returns:
             The costs in seconds; `version`.
@@ -415,11 +587,36 @@ class Session:
         Raises:
             RoleError: In the call: no server has confirmed the version.
         """
-        self._check()
-        return self._publish(self._version + 1)
+        self._check([adapter])
+        self._check_trained("publish", [adapter])
+        if not adapter:
+            return self._publish(self.version + 1)
+        self._versions[adapter].version += 1
+        return self._publish_adapter(adapter)
+
+    def _publish_adapter(self, name: str) -> Call[PublishReport]:
+        """Begin to stage an adapter, and to send it in the thread of the servers."""
+        versions = self._versions[name]
+        version = versions.version
+        sampler = self._check([name])
+        staged = self._calls.submit(self._policy.stage_adapter, name, version, adapters=[name])
+        pushed = self._pushing(sampler.publish_adapter(name, version, staged))
+
+        def confirm(pushed: Future[PublishReport]) -> None:
+            if not pushed.cancelled() and pushed.exception() is None:
+                versions.confirmed = version
+
+        pushed.add_done_callback(confirm)
+        return Call(pushed, self._calls, adapters=[name])
+
+    def _pushing(self, pushed: Future[T]) -> Future[T]:
+        """Return an update of servers, for which `close` waits."""
+        self._adapter_pushes.add(pushed)
+        pushed.add_done_callback(self._adapter_pushes.discard)
+        return pushed
 
     def _publish(self, version: int) -> Call[PublishReport]:
-        self._version = version
+        self._versions[""].version = version
         staged = self._calls.submit(self._stage, version, self._pushed)
         self._pushed = self._pusher.submit(self._push, version, staged)
         return Call(self._pushed, self._calls)
@@ -439,13 +636,17 @@ class Session:
             if self._sampler is not None:
                 self._sampler.check()  # the end of the servers may be the reason
             raise RoleError(f"version {version} was not published: {error}") from error
-        self._confirmed = version
+        self._versions[""].confirmed = version
         return report
 
     # ------------------------------------------------------------ files
 
-    def save(self, name: str) -> Call[Path]:
+    def save(self, name: str, *, adapter: str = "") -> Call[Path]:
         """Write the weights and the optimizer's state under a name; an older state is replaced.
+
+        Args:
+            name: The name.
+            adapter: The adapter to write.
 
         Returns:
             The folder, `runs/arealite/TRIAL/checkpoints/NAME`. It is complete or absent.
@@ -453,65 +654,41 @@ class Session:
         Raises:
             UserError: The name is no file name.
         """
-        return self._begin(self._policy.save, self._state_folder(name))
+        self._check_trained("save", [adapter])
+        folder = self._state_folder(name)
+        return self._begin([adapter], self._policy.save, folder, adapter)
 
-    def load(self, name: str) -> Call[None]:
+    def load(self, name: str, *, adapter: str = "") -> Call[None]:
         """Read a state that `save` wrote, in this session or in an earlier one of the same trial.
 
         The gradient is dropped. Servers keep their weights until `publish`.
+
+        Args:
+            name: The name.
+            adapter: The adapter that gets the state. It may be of another adapter of equal shapes.
 
         Raises:
             UserError: The name is no file name; in the call: there is no such state, or it is of
                 another model or optimizer.
         """
-        return self._begin(self._policy.load, self._state_folder(name))
+        self._check_trained("load", [adapter])
+        folder = self._state_folder(name)
+        return self._begin([adapter], self._policy.load, folder, adapter)
 
-    def export(self, folder: str | Path) -> Call[None]:
-        """Write the model as a Hugging Face folder, with its adapter if there is one."""
-        return self._begin(self._policy.engine.export, Path(folder).absolute())
+    def export(self, folder: str | Path, *, adapter: str = "") -> Call[None]:
+        """Write the model as a Hugging Face folder, with its adapter if there is one.
+
+        Args:
+            folder: The folder.
+            adapter: The adapter to write alone, as peft does.
+        """
+        return self._begin([adapter], self._policy.export, Path(folder).absolute(), adapter)
 
     def _state_folder(self, name: str) -> Path:
         check_name("name", name)
         return run_paths(self._config).checkpoints / name
 
 
-def _check_sampling(sampling: SamplingConfig) -> None:
-    """Refuse options with which some tokens cannot be sampled.
-
-    Raises:
-        UserError: One is set.
-    """
-    if sampling.num_truncated > 0:
-        raise UserError(
-            "sample: with top_p, top_k, min_p or min_new_tokens, training would be off-policy, "
-            "because samples do not record which tokens could be sampled. Leave these options out."
-        )
-
-
-def _check_input(config: ExperimentConfig) -> None:
-    """Check the options, the model, the folders and the servers, in the order of their cost.
-
-    Raises:
-        UserError: A check failed.
-    """
-    import torch.distributed as dist
-
-    ppo = config.trainer.ppo
-    if ppo.publisher.type != "disk":
-        raise UserError(
-            f"trainer.ppo.publisher.type={ppo.publisher.type}: a session publishes through files. "
-            "Use disk."
-        )
-    _check_sampling(ppo.collector.sampling)
-    if dist.is_initialized():
-        raise UserError(
-            "this process has a process group of torch.distributed, or another session. Close it."
-        )
-    NameRegistry.of(config).check()
-    preflight.check_options(config)
-    model, _ = preflight.check_model_folder(config)
-    preflight.check_tensors(config)
-    preflight.check_run_folder(config)
-    preflight.check_addresses(config)
-    if not config.launcher.llm_servers:
-        preflight.find_servers(config, model)
+def _adapters_of(rows: Seq[Sequence]) -> list[str]:
+    """Return the names of the adapters that compute rows."""
+    return [*dict.fromkeys(row.adapter for row in rows)]

@@ -41,6 +41,8 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True):
     logprob_start_len: int | msgspec.UnsetType = msgspec.UNSET
     return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
+    lora_path: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the adapter."""
 
 
 class FinishReason(msgspec.Struct, kw_only=True):
@@ -111,6 +113,8 @@ class SGLangProtocol(ServerProtocol):
         del sampling_params["top_logprobs"]
         if request.is_stream:
             sampling_params["stream_interval"] = STREAM_INTERVAL
+        if request.seed is not None:
+            sampling_params["sampling_seed"] = request.seed
         body = SGLangRequestBody(
             rid=request.rid,
             input_ids=request.input_ids,
@@ -124,6 +128,8 @@ class SGLangProtocol(ServerProtocol):
         if request.with_routing:
             body.return_routed_experts = True
             body.routed_experts_start_len = request.routing_start
+        if request.adapter:
+            body.lora_path = request.adapter
         return encode_body(body)
 
     def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:
@@ -158,6 +164,9 @@ class SGLangProtocol(ServerProtocol):
             prompt_logprobs=_scores(meta.input_token_logprobs[1:]),
             prompt_top_tokens=[row or [] for row in meta.input_top_logprobs[1:]],
         )
+
+    def lacks_adapter(self, status: int, raw: bytes) -> bool:
+        return status == 400 and b"lora_path: no adapter" in raw
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": rid}

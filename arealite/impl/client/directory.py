@@ -92,6 +92,8 @@ class Directory:
         server.context_length = entry.value.get("context_length")
         if written > server.entry_stale_since:
             server.version = parse_version(entry.value.get("version"))
+            labels = entry.value.get("adapters") or {}
+            server.adapter_versions = {name: parse_version(labels[name]) for name in labels}
             if not server.alive:
                 logger.info("llm server in traffic", id=server.id, version=server.version)
             server.alive = True

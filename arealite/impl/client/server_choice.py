@@ -24,6 +24,8 @@ class LLMServerState:
     protocol: ServerProtocol
     version: int = 0
     """Newest policy version in its registry entry or in one of its answers."""
+    adapter_versions: dict[str, int] = field(default_factory=dict[str, int])
+    """The newest version of each adapter that requests may name."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Sent with every request: the bearer token."""
     vocab_size: int | None = None
@@ -44,9 +46,20 @@ class LLMServerState:
         self.endpoint = ServerEndpoint(url, self.headers)
         self.name = f"llm_server-{self.id}"
 
-    def can_sample(self, min_version: int) -> bool:
+    def version_of(self, adapter: str) -> int:
+        """Return the newest version of an adapter, or of the policy; -1: no such adapter."""
+        return self.adapter_versions.get(adapter, -1) if adapter else self.version
+
+    def set_version(self, adapter: str, version: int) -> None:
+        """Set the newest version of an adapter, or of the policy."""
+        if adapter:
+            self.adapter_versions[adapter] = version
+        else:
+            self.version = version
+
+    def can_sample(self, min_version: int, adapter: str = "") -> bool:
         """Return whether the server is reachable and holds `min_version` or a newer version."""
-        return self.alive and self.version >= min_version
+        return self.alive and self.version_of(adapter) >= min_version
 
     def mark_entry_stale(self) -> None:
         """Ignore the registry entry until it is renewed."""
@@ -67,18 +80,25 @@ class Router:
         self._groups: dict[str, LLMServerState] = {}
 
     def pick(
-        self, group_id: str, min_version: int, avoid: LLMServerState | None = None
+        self,
+        group_id: str,
+        min_version: int,
+        avoid: LLMServerState | None = None,
+        *,
+        adapter: str = "",
     ) -> LLMServerState | None:
         """Return the server for a request of a group, or None while no server can take it.
 
         Args:
             min_version: the oldest policy version that may sample the request.
             avoid: a server that has just failed; it is chosen only if there is no other.
+            adapter: the adapter that samples, of which `min_version` is a version.
         """
         last = self._groups.get(group_id)
-        if last is not None and last.can_sample(min_version) and last is not avoid:
+        if last is not None and last.can_sample(min_version, adapter) and last is not avoid:
             return last
-        able = [server for server in self.servers.values() if server.can_sample(min_version)]
+        servers = self.servers.values()
+        able = [server for server in servers if server.can_sample(min_version, adapter)]
         if not able:
             return None
         others = [server for server in able if server is not avoid]
@@ -92,12 +112,13 @@ class Router:
         self._groups[group_id] = server
         return server
 
-    def no_server_reason(self, min_version: int) -> str:
+    def no_server_reason(self, min_version: int, adapter: str = "") -> str:
         """Return why no server can take a request, for an error message."""
         if not self.servers:
             return "no server is registered"
         states: list[str] = []
         for server in self.servers.values():
-            state = f"version {server.version}" if server.alive else "unreachable"
+            state = f"version {server.version_of(adapter)}" if server.alive else "unreachable"
             states.append(f"{server.id} ({server.address}): {state}")
-        return f"no server can take a request of version >= {min_version}: {', '.join(states)}"
+        needed = f"adapter '{adapter}', version" if adapter else "version"
+        return f"no server can take a request of {needed} >= {min_version}: {', '.join(states)}"

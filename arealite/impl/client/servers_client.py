@@ -193,11 +193,12 @@ class ServersClient(LLMClient):
                 request.group_id,
                 request.min_version,
                 avoid=generation.failed_at,
+                adapter=request.adapter,
             )
             if server is None:
                 server = await self._wait_for_server(generation)
             answer_checks.check_request(request, server.vocab_size, server.context_length)
-            acknowledged = server.version
+            acknowledged = server.version_of(request.adapter)
             answer = await self._attempt(generation, server)
             if answer is None:
                 continue
@@ -248,6 +249,9 @@ class ServersClient(LLMClient):
                 return server.protocol.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
+        elif request.adapter and server.protocol.lacks_adapter(status, raw):
+            self._expect_new_entry(server, request.adapter, -1)  # it was restarted
+            return None
         else:
             message = error_message(status, raw)
             if 400 <= status < 500 and status not in RETRIED_STATUSES:
@@ -295,6 +299,8 @@ class ServersClient(LLMClient):
             with_routing=self._experts is not None,
             routing_start=request.routing_start,
             scores_prompt=request.scores_prompt,
+            adapter=request.adapter,
+            seed=request.seed,
         )
         return server.protocol.encode_request(attempt)
 
@@ -357,14 +363,13 @@ class ServersClient(LLMClient):
         # Without spans all tokens get the version acknowledged before sending, or the version of
         # the answer if that is lower: then the server restarted in between.
         versions = answer_checks.token_versions(answer, min(acknowledged, newest))
+        adapter = generation.request.adapter
         if min(versions, default=newest) < generation.request.min_version:
-            server.version = newest  # restarted with old weights after its entry was renewed
-            server.mark_entry_stale()
-            self._stats["stale_answers"] += 1
-            self._directory.request_refresh()
+            # It restarted with old weights after its entry was renewed.
+            self._expect_new_entry(server, adapter, newest)
             answer_checks.check_stream(generation.request, answer, server.protocol)
             return None
-        server.version = max(server.version, newest)
+        server.set_version(adapter, max(server.version_of(adapter), newest))
         sampling = generation.request.sampling
         if sampling.top_logprobs:
             record = top_tokens.top_record(answer, sampling, server.vocab_size)
@@ -394,6 +399,13 @@ class ServersClient(LLMClient):
             len(generation.output_ids),
             self._eos,
         )
+
+    def _expect_new_entry(self, server: LLMServerState, adapter: str, version: int) -> None:
+        """Set the version of a server, and ignore its entry until it is renewed."""
+        server.set_version(adapter, version)
+        server.mark_entry_stale()
+        self._stats["stale_answers"] += 1
+        self._directory.request_refresh()
 
     def _warn_without_routing(self, generation: GenerationState, server: LLMServerState) -> None:
         """Log once if a finished generation lacks the record of experts that it needs."""
@@ -443,11 +455,15 @@ class ServersClient(LLMClient):
             with self._wait(generation, "llm_server"):
                 while True:
                     await self._directory.changed()
-                    server = self._router.pick(request.group_id, request.min_version)
+                    server = self._router.pick(
+                        request.group_id,
+                        request.min_version,
+                        adapter=request.adapter,
+                    )
                     if server is not None:
                         return server
         except DeadlineError as error:
-            reason = self._router.no_server_reason(request.min_version)
+            reason = self._router.no_server_reason(request.min_version, request.adapter)
             raise ServerUnavailable(f"{request.request_id}: {reason}") from error
         finally:
             self._stats["server_wait_s"] += time.perf_counter() - begin

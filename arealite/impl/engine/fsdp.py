@@ -146,7 +146,7 @@ class FSDPEngine(TrainEngine):
 
     def add_adapter(self, adapter: NewAdapter) -> TrainedWeights:
         """Add an adapter; see TrainEngine."""
-        if not adapter.name or adapter.name in self._adapters:
+        if adapter.name in self._adapters:
             raise UserError(f"add_adapter: the name '{adapter.name}' is taken. Use another.")
         weights = self._extensions.add_adapter(adapter)
         if weights is None:

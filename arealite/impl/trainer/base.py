@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NotRequired, TypedDict
 
-from arealite.api.engine import Head, TrainEngine, Training, engines
+from arealite.api.engine import Head, TrainedWeights, TrainEngine, Training, engines
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.hooks import AfterFirstPublish, LoggerOpener
 from arealite.api.logger import MetricLogger, loggers
@@ -216,8 +216,8 @@ def stage_weights(
         is_needed = world.any(is_needed_here)
 
 
-ByFolder = Mapping[str, TrainEngine]
-"""Engines by the folder of a checkpoint that has their state."""
+ByFolder = Mapping[str, TrainedWeights]
+"""Engines or adapters by the folder of a checkpoint that has their state."""
 
 
 class BaseTrainer(Trainer):

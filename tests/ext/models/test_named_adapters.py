@@ -461,7 +461,6 @@ REFUSED: list[tuple[dict[str, Any], NewAdapter, str]] = [
     ({}, new("alice"), r"'alice'.* trained.* Set engine\.fsdp\.lora\.rank"),
     ({"lora": LoRAConfig(rank=2), "cpu_offload": True}, new("alice"), "parameters are sharded"),
     ({"lora": LoRAConfig(rank=2), "head": "value"}, new("alice"), "a value head has no adapters"),
-    ({"lora": LoRAConfig(rank=2)}, new(""), "the name '' is taken"),
     (
         {"lora": LoRAConfig(rank=2)},
         new("x", config=LoRAConfig(rank=2, targets=["w_in"])),
@@ -485,6 +484,22 @@ def test_adapter_is_refused_and_the_engine_stays_as_it_was(
         engine.add_adapter(adapter)
     assert engine.fingerprint() == before
     assert not [n for n, _ in engine.module.named_parameters() if ".named_" in n]
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a/b", "ä", "x" * 101])
+def test_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="use letters, digits"):
+        new(name)
+
+
+@pytest.mark.parametrize("name", ["default", "keys", "training", "lora_A", "weight"])
+def test_name_that_torch_or_peft_use_is_possible(name: str, model: Path) -> None:
+    engine = make_engine(model, lora=LoRAConfig(rank=3))
+    adapter = engine.add_adapter(new(name))
+    rows = assigned([name], 2)
+    engine.forward_backward(rows, LOSS)
+    assert adapter.optim_step()["grad_norm"] > 0
+    engine.remove_adapter(name)
 
 
 def test_mixture_of_experts_and_taken_names_are_refused(model: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ async def test_engine_call_runs_also_if_the_task_that_waits_for_it_is_cancelled(
 
 async def test_failed_call_drops_the_gradient_of_the_calls_before_it() -> None:
     gradient = list[str]()
-    calls = Calls(on_failure=gradient.clear)
+    calls = Calls(on_failure=lambda _: gradient.clear())
 
     def fail() -> None:
         raise ValueError("a row lacks a field")
@@ -73,3 +73,50 @@ async def test_failure_of_a_call_stays_if_a_wait_for_it_shows_the_failure_of_ano
     calls.close(cancel=False)
     with pytest.raises(ValueError, match="its own"):
         calls.check()
+
+
+async def test_wait_for_a_call_that_has_failed_marks_the_failure_as_seen_at_once() -> None:
+    calls = Calls()
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("its own")
+
+    future = calls.submit(fail)
+    future.add_done_callback(lambda _: ended.set())
+    ended.wait(60.0)
+    failed = Call(future, calls)
+    waiting = asyncio.ensure_future(failed)  # type: ignore[arg-type]
+    await asyncio.sleep(0)  # the task begins to wait
+    calls.check()  # as the next call of another task does
+    with pytest.raises(ValueError, match="its own"):
+        await waiting
+    calls.close(cancel=False)
+
+
+async def test_failure_skips_calls_of_its_adapters_and_no_others() -> None:
+    dropped = list[str]()
+    ran = list[str]()
+    calls = Calls(on_failure=dropped.extend)
+
+    def fail() -> None:
+        raise ValueError("of alice and bob")
+
+    failing = Call(calls.submit(fail, adapters=["alice", "bob"]), calls, adapters=["alice", "bob"])
+    skipped = calls.submit(ran.append, "bob", adapters=["bob"])
+    mixed = calls.submit(ran.append, "bob and carol", adapters=["bob", "carol"])
+    carol = calls.submit(ran.append, "carol", adapters=["carol"])
+    dave = calls.submit(ran.append, "dave", adapters=["dave"])
+    await asyncio.wrap_future(dave)
+    calls.check(["carol", "dave"])
+    with pytest.raises(ValueError, match="of alice and bob"):
+        await failing
+    for future in (skipped, mixed, carol):
+        with pytest.raises(ValueError, match="of alice and bob"):
+            future.result(60.0)
+    assert ran == ["dave"], "carol would have been updated with half of a gradient"
+    assert set(dropped) == {"alice", "bob", "carol"}
+    for name in ("alice", "bob", "carol"):
+        await Call(calls.submit(ran.append, name, adapters=[name]), calls, adapters=[name])
+    assert ran == ["dave", "alice", "bob", "carol"]
+    calls.close(cancel=False)

@@ -117,6 +117,24 @@ async def test_killed_server_is_restarted_and_a_lost_one_fails_the_next_await(
     until_exited(*(child for child in own_children() if child not in before))
 
 
+async def test_restarted_server_gets_the_adapter_again_and_never_answers_without_it(
+    started: dict[str, Any],
+) -> None:
+    before = own_children()
+    async with arealite.session(**started, adapters=["alice"]) as session:
+        await session.publish(adapter="alice")
+        children = [child for child in own_children() if child not in before]
+        for child in children:
+            if "serve-llm" not in child.cmdline():
+                child.kill()
+        samples = await session.sample("2+3=", n=8, max_tokens=4, adapter="alice")
+        assert {version for sample in samples for version in sample.versions} == {1}
+        assert (await session.publish(adapter="alice")).servers == 1
+        samples = await session.sample("2+3=", n=2, max_tokens=4, adapter="alice")
+        assert {version for sample in samples for version in sample.versions} == {2}
+    until_exited(*(child for child in own_children() if child not in before))
+
+
 async def test_server_that_cannot_start_is_one_error_and_leaves_no_process(
     started: dict[str, Any],
 ) -> None:
