@@ -71,7 +71,9 @@ StartService = Callable[..., Any]
 
 
 @contextmanager
-def serving(model: Path, folder: Path, *words: str, name: str = "org/tiny") -> Iterator[RunningService]:
+def serving(
+    model: Path, folder: Path, *words: str, name: str = "org/tiny"
+) -> Iterator[RunningService]:
     """Start a service on a model; end it by SIGTERM."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     trial = f"tinker-{folder.name}"[:60]

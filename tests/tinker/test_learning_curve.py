@@ -45,9 +45,7 @@ async def curve_of_calls(model: Path, folder: Path) -> list[dict[str, Any]]:
     }
     steps = list[dict[str, Any]]()
     async with arealite.session(model, adapters=[], overrides=overrides) as session:
-        await session.add_adapter(
-            "a", rank=RANK, alpha=32.0, targets=["all-linear"], seed=SEED
-        )
+        await session.add_adapter("a", rank=RANK, alpha=32.0, targets=["all-linear"], seed=SEED)
         for step in range(NUM_STEPS):
             await session.publish(adapter="a")
             rows = list[Sequence]()

@@ -44,6 +44,8 @@ class StagedAdapter:
     name: str
     version: int
     folder: Path
+    is_own: bool
+    """Whether the parent of the folder has versions of this adapter and nothing else."""
 
 
 class AdapterPublisher:
@@ -67,13 +69,21 @@ class AdapterPublisher:
         """Close the connections."""
         self._pool.close()
 
-    async def publish(self, name: str, version: int, staged: Future[Path]) -> PublishReport:
+    async def publish(
+        self,
+        name: str,
+        version: int,
+        staged: Future[Path],
+        *,
+        is_own: bool = True,
+    ) -> PublishReport:
         """Load a version at all servers.
 
         Args:
             name: The adapter.
             version: Its version.
             staged: Resolves to its folder.
+            is_own: Whether older versions beside the folder are removed, and all at the end.
 
         Raises:
             UserError: A server cannot load adapters by name.
@@ -82,16 +92,20 @@ class AdapterPublisher:
         async with self._locks[name]:
             folder = await asyncio.wrap_future(staged)
             begin = time.perf_counter()
-            self._staged[name] = StagedAdapter(name=name, version=version, folder=folder)
+            self._staged[name] = StagedAdapter(
+                name=name,
+                version=version,
+                folder=folder,
+                is_own=is_own,
+            )
             try:
                 num_confirmed = await self._load_at_all(self._staged[name])
             except (RoleError, asyncio.CancelledError) as error:
                 reason = str(error) or "the servers have ended"
                 text = f"version {version} of the adapter '{name}' was not published: {reason}"
                 raise RoleError(text) from error
-            for older in folder.parent.iterdir():
-                if older != folder:
-                    shutil.rmtree(older, ignore_errors=True)
+            if is_own:
+                _remove_older(folder)
         return PublishReport(
             version=version,
             load_s=time.perf_counter() - begin,
@@ -131,7 +145,7 @@ class AdapterPublisher:
                 if self._loaded[_process(entry)].pop(name, None) is not None:
                     with suppress(*FAILURES):  # it has ended, or has no adapters
                         await self._post(entry, "/unload_lora_adapter", {"lora_name": name})
-            if adapter is not None:
+            if adapter is not None and adapter.is_own:
                 shutil.rmtree(adapter.folder.parent, ignore_errors=True)
 
     async def watch(self) -> None:
@@ -196,6 +210,12 @@ class AdapterPublisher:
 
     async def _servers(self) -> list[Entry]:
         return await asyncio.to_thread(self._registry.list, "llm_server")
+
+
+def _remove_older(folder: Path) -> None:
+    for older in folder.parent.iterdir():
+        if older != folder:
+            shutil.rmtree(older, ignore_errors=True)
 
 
 def _process(entry: Entry) -> tuple[str, object]:

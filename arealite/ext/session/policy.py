@@ -1,12 +1,15 @@
 """The trained model of a session, and the publisher of its weights; in one thread, one rank."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from arealite.api.engine import (
+    LossInput,
     NewAdapter,
     Sequence,
     Stats,
@@ -14,6 +17,7 @@ from arealite.api.engine import (
     TrainEngine,
     Training,
 )
+from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.base import entries
@@ -116,14 +120,35 @@ class Policy:
                 row.fields[field] = copy.fields[field]
         return stats
 
+    def evaluate(self, rows: list[Sequence], loss: Loss) -> Stats:
+        """Compute a loss without gradient; recorded outputs become fields of the rows."""
+        outputs_by_row = self.engine.forward(rows)
+        for name, field in (loss.record_outputs or {}).items():
+            for row, values_T in zip(rows, outputs_by_row[name], strict=True):
+                row.fields[field] = values_T
+        masks = [row.loss_mask for row in rows]
+        names = rows[0].fields.keys()
+        batch = LossInput(
+            outputs={name: _joined(values, masks) for name, values in outputs_by_row.items()},
+            rows_N=torch.from_numpy(np.repeat(np.arange(len(rows)), [*map(np.sum, masks)])),
+            fields={name: _joined([row.fields[name] for row in rows], masks) for name in names},
+        )
+        _, stats = loss.function(batch)
+        return {name: float(value) for name, value in stats.items()}
+
     def drop_gradient(self, adapters: Collection[str]) -> None:
         """Drop the gradient of adapters since their last update."""
         for name in self._trained.keys() & set(adapters):
             self._trained[name].drop_gradient()
 
-    def optim_step(self, adapter: str, lr: float | None) -> Stats:
+    def optim_step(
+        self,
+        adapter: str,
+        lr: float | None,
+        optimizer: OptimizerConfig,
+    ) -> Stats:
         """Apply the gradient of an adapter."""
-        return self._trained[adapter].optim_step(lr=lr)
+        return self._trained[adapter].optim_step(lr=lr, optimizer=optimizer)
 
     def add_adapter(self, adapter: NewAdapter) -> None:
         """Add an adapter to the engine."""
@@ -170,3 +195,9 @@ class Policy:
         """Write a Hugging Face folder, or that of an adapter."""
         weights = self._trained[adapter] if adapter else self.engine
         weights.export(path)
+
+
+def _joined(values: Seq[np.ndarray], masks: Seq[np.ndarray]) -> torch.Tensor:
+    """Return the values of all rows' loss tokens, one row after the other."""
+    parts = [row_values[mask] for row_values, mask in zip(values, masks, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))

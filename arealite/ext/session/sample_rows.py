@@ -12,6 +12,7 @@ import numpy as np
 from arealite.algo.advantages import group_advantages
 from arealite.api.algorithm import AdvantageConfig, TokenAdvantage
 from arealite.api.engine import Sequence
+from arealite.api.llm import LLMResponse
 from arealite.api.tokenizer import Tokenizer
 from arealite.base.errors import UserError
 from arealite.system.data.templates import tokenize
@@ -20,6 +21,10 @@ PromptInput = str | Seq[int] | Seq[dict[str, Any]]
 """A text, token ids, or chat messages for the model's chat template."""
 NO_RECORD = 255
 """Every byte of the expert record of a token that has none."""
+
+
+def _no_tokens() -> np.ndarray:
+    return np.zeros((0, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +54,10 @@ class Sample:
     routing: bytes = field(default=b"", repr=False)
     """Experts of a mixture, for all tokens but the last one, uint8 [T - 1, R]; b"": no record."""
 
-    top_ids: np.ndarray | None = field(default=None, repr=False)
+    top_ids: np.ndarray = field(default_factory=_no_tokens, repr=False, compare=False)
     """int32 [N, K], with `top_logprobs=K`: the most probable tokens at each sampled token, by
     falling probability; -1: no further one."""
-    top_logprobs: np.ndarray | None = field(default=None, repr=False)
+    top_logprobs: np.ndarray = field(default_factory=_no_tokens, repr=False, compare=False)
     """float32 [N, K]: their log-probabilities; -inf: no further one."""
 
     def row(self, advantage: float = 1.0) -> Sequence:
@@ -123,9 +128,29 @@ class PromptScores:
     logprobs: np.ndarray
     """float32 [T - 1]"""
     top_ids: np.ndarray
-    """int32 [T - 1, K]: the most probable tokens at each place, by falling probability; -1: none."""
+    """int32 [T - 1, K]: the most probable tokens, by falling probability; -1: none."""
     top_logprobs: np.ndarray
     """float32 [T - 1, K]; -inf: none."""
+
+    @classmethod
+    def of(cls, response: LLMResponse, *, num_top: int) -> "PromptScores":
+        """Read the scores of a response; `num_top` is K."""
+        num_scored = len(response.prompt_logprobs)
+        top_ids = np.full((num_scored, num_top), -1, np.int32)
+        top_logprobs = np.full((num_scored, num_top), -np.inf, np.float32)
+        for place, tokens in enumerate(response.prompt_top_tokens[:num_scored]):
+            pairs = [(logprob, token) for logprob, token, _ in tokens if logprob is not None]
+            for rank, (logprob, token) in enumerate(sorted(pairs, reverse=True)[:num_top]):
+                top_ids[place, rank] = token
+                top_logprobs[place, rank] = logprob
+        logprobs = np.array(response.prompt_logprobs, np.float32)
+        return cls(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def top_tokens(raw: bytes, dtype: type[np.int32 | np.float32], num_tokens: int) -> np.ndarray:
+    """Return ids or log-probabilities of a response's most probable tokens, [N, K]."""
+    values = np.frombuffer(raw, dtype)
+    return values.reshape(num_tokens, len(values) // max(1, num_tokens))
 
 
 class TokenizedPrompt(NamedTuple):

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm import LLMClient, LLMRequest, SamplingConfig, clients
 from arealite.api.publisher import PublishReport
@@ -19,7 +21,7 @@ from arealite.base.errors import RoleError, UserError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.session.adapter_publisher import AdapterPublisher
-from arealite.ext.session.sample_rows import Sample, TokenizedPrompt
+from arealite.ext.session.sample_rows import PromptScores, Sample, TokenizedPrompt, top_tokens
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
 from arealite.system.names.name_registry import NameRegistry, with_externals
@@ -114,6 +116,34 @@ class SamplingThread:
         work = self._adapters.publish(name, version, staged)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
+    def serve_adapter(self, name: str, folder: Path) -> Future[PublishReport]:
+        """Begin to load an adapter of a folder at all servers; see `Session.serve`."""
+        staged = Future[Path]()
+        staged.set_result(folder)
+        work = self._adapters.publish(name, 0, staged, is_own=False)
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+
+    def score(
+        self,
+        tokens: list[int],
+        sampling: SamplingConfig,
+        *,
+        min_version: int,
+        adapter: str,
+    ) -> Future[PromptScores]:
+        """Begin to score the tokens of a prompt; see `Session.score`."""
+        group = f"group-{next(self._groups)}"
+        request = LLMRequest(
+            request_id=f"{group}/score",
+            group_id=group,
+            input_ids=tokens,
+            sampling=sampling,
+            min_version=min_version,
+            adapter=adapter,
+            scores_prompt=True,
+        )
+        return asyncio.run_coroutine_threadsafe(self._score(request), self._thread.loop)
+
     def remove_adapter(self, name: str, removed: Future[None]) -> Future[None]:
         """Begin to end an adapter's open samples, and to unload it at the servers."""
         work = self._remove_adapter(name, removed)
@@ -191,8 +221,13 @@ class SamplingThread:
             raise
         return [generation.result() for generation in generations]
 
+    async def _score(self, request: LLMRequest) -> PromptScores:
+        response = await self._client.generate(request)
+        return PromptScores.of(response, num_top=request.sampling.top_logprobs)
+
     async def _generate(self, prompt: TokenizedPrompt, request: LLMRequest) -> Sample:
         response = await self._client.generate(request)
+        num_tokens = len(response.output_ids)
         return Sample(
             prompt=prompt.prompt,
             prompt_ids=request.input_ids,
@@ -205,4 +240,6 @@ class SamplingThread:
             group=request.group_id,
             adapter=request.adapter,
             routing=response.routing,
+            top_ids=top_tokens(response.top_ids, np.int32, num_tokens),
+            top_logprobs=top_tokens(response.top_logprobs, np.float32, num_tokens),
         )

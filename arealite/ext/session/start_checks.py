@@ -1,5 +1,7 @@
 """Checks of a session's options, before a process starts."""
 
+from typing import Any
+
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import SamplingConfig
 from arealite.base.errors import UserError
@@ -20,8 +22,11 @@ def check_sampling(sampling: SamplingConfig) -> None:
         )
 
 
-def check_input(config: ExperimentConfig) -> None:
+def check_input(config: ExperimentConfig) -> dict[str, Any]:
     """Check the options, the model, the folders and the servers, in the order of their cost.
+
+    Returns:
+        config.json of the model.
 
     Raises:
         UserError: A check failed.
@@ -47,3 +52,4 @@ def check_input(config: ExperimentConfig) -> None:
     preflight.check_addresses(config)
     if not config.launcher.llm_servers:
         preflight.find_servers(config, model)
+    return model

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -15,20 +15,28 @@ import structlog
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.engine import NewAdapter, Sequence, Stats, Training
-from arealite.api.engine_config import LoRAConfig
+from arealite.api.engine_config import LoRAConfig, OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.files import lock_file
 from arealite.base.folder_checks import check_name
-from arealite.cli import configs, resolved
+from arealite.base.model_folder import vocab_size
+from arealite.cli import configs, preflight, resolved
 from arealite.ext.notebook.command_line import Overrides, checked, resolve, words
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
 from arealite.ext.session.calls import DEFAULT, Call, Calls
 from arealite.ext.session.policy import Policy
-from arealite.ext.session.sample_rows import PromptInput, Sample, make_rows, tokenized
+from arealite.ext.session.sample_rows import (
+    PromptInput,
+    PromptScores,
+    Sample,
+    make_rows,
+    tokenized,
+)
 from arealite.ext.session.sampling_thread import SamplingThread
 from arealite.ext.session.start_checks import check_input, check_sampling
 
@@ -47,7 +55,7 @@ def session(
     servers: int | None = None,
     addresses: Seq[str] = (),
     lora: int = 0,
-    adapters: Seq[str] = (),
+    adapters: Seq[str] | None = None,
     max_staleness: int | None = None,
     trial: str = "session",
     overrides: Overrides = None,
@@ -63,7 +71,7 @@ def session(
         addresses: Running servers, as in ["http://10.0.0.1:30000"]; the session updates them.
         lora: Rank of the adapter that is trained in place of all parameters; 0: none.
         adapters: Names of further adapters; see `Session.add_adapter`. With lora=0, the model is
-            frozen, and only these train.
+            frozen, and only these train; [] means that all are added later. None: no adapters.
         max_staleness: Largest age of a trained token, in versions; None: 4.
         trial: Name of the folder `runs/arealite/TRIAL`, which has logs and saved states.
         overrides: Other options, as in {"engine.fsdp.dtype": "bfloat16"}. The prefix `trainer.ppo.`
@@ -81,11 +89,11 @@ def session(
             "launcher.llm_servers": servers,
             "llm_server.addresses": [*addresses] or None,
             f"{PPO}.engine.fsdp.lora.rank": lora or None,
-            f"{PPO}.engine.fsdp.lora.only_named": bool(adapters) or None,
+            f"{PPO}.engine.fsdp.lora.only_named": adapters is not None or None,
             f"{PPO}.max_staleness": max_staleness,
         },
     )
-    return Session(model, user_words, adapters)
+    return Session(model, user_words, adapters or ())
 
 
 def _with_full_keys(overrides: Overrides) -> Overrides:
@@ -100,9 +108,13 @@ def _with_full_keys(overrides: Overrides) -> Overrides:
 
 
 @dataclass(eq=False, kw_only=True)
-class AdapterVersions:
+class AdapterRecord:
     """The versions of one adapter, or of the default weights."""
 
+    optimizer: OptimizerConfig
+    """Options of its optimizer."""
+    is_trained: bool = True
+    """Whether this session trains it; False: servers have it from a folder (`Session.serve`)."""
     version: int = 0
     """That of the newest `publish`."""
     confirmed: int = 0
@@ -128,12 +140,16 @@ class Session:
         self._calls = Calls(on_failure=self._drop_gradient)
         self._pusher = ThreadPoolExecutor(1, "session publish")
         self._pushed: Future[PublishReport] | None = None
-        self._versions = {"": AdapterVersions()}
+        self._records = dict[str, AdapterRecord]()
         """Of the default weights, "", and of each adapter."""
         self._next_versions = dict[str, int]()
         """The first version of an adapter that gets the name of a removed one."""
         self._adapter_pushes = set[Future[Any]]()
         self._config: ExperimentConfig
+        self.vocabulary_size = 0
+        """Number of the model's token ids; 0: unknown, or not started."""
+        self.context_length = 0
+        """Largest number of tokens of prompt and answer; 0: unknown, or not started."""
         self._policy = Policy()
         self._sampler: SamplingThread | None = None
 
@@ -149,6 +165,7 @@ class Session:
         """Check the input; start servers and load the model at the same time."""
         try:
             self._config = await asyncio.to_thread(checked, self._prepare)
+            self._records[""] = AdapterRecord(optimizer=self._optimizer)
             loading = self._calls.submit(self._policy.load_model, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
@@ -175,7 +192,9 @@ class Session:
             parts={"model": self._model},
         )
         config = resolved.resolve_host(configs.with_model(config))
-        check_input(config)
+        model = check_input(config)
+        self.vocabulary_size = vocab_size(model) or 0
+        self.context_length = min(preflight.contexts(config, model, []), default=0)
         for folder in (name_dir(config), run_paths(config).root):
             folder.mkdir(parents=True, exist_ok=True)
             self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
@@ -218,6 +237,10 @@ class Session:
         self._policy.drop_gradient(adapters)
 
     @property
+    def _optimizer(self) -> OptimizerConfig:
+        return self._config.trainer.ppo.optimizer
+
+    @property
     def _is_base_frozen(self) -> bool:
         """Whether the default weights are the base model."""
         lora = self._config.trainer.ppo.engine.fsdp.lora
@@ -245,6 +268,9 @@ class Session:
 
     def _check_trained(self, call: str, adapters: Collection[str]) -> None:
         """Raise UserError if a call would train or read the weights of a frozen model."""
+        for name in adapters:
+            if name in self._records and not self._records[name].is_trained:
+                raise UserError(f"{call}: servers have the adapter '{name}' from a folder only.")
         if "" in adapters and self._is_base_frozen:
             raise UserError(
                 f"{call}: the model itself is frozen. Name one of the adapters "
@@ -266,8 +292,9 @@ class Session:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters, in the order in which they were added."""
-        return tuple(name for name in self._versions if name)
+        """The names of the adapters that train, in the order in which they were added."""
+        records = self._records.items()
+        return tuple(name for name, record in records if name and record.is_trained)
 
     def add_adapter(
         self,
@@ -277,6 +304,7 @@ class Session:
         alpha: float | None = None,
         targets: Seq[str] | None = None,
         seed: int | None = None,
+        folder: Path | None = None,
         optimizer: Mapping[str, object] | None = None,
     ) -> Call[PublishReport]:
         """Add an adapter with weights, optimizer and versions of its own, and publish it.
@@ -290,39 +318,60 @@ class Session:
             alpha: The adapter is scaled by alpha / rank; None: `engine.fsdp.lora.alpha`.
             targets: Names of the layers; None: `engine.fsdp.lora.targets`.
             seed: Of its first values; None: that of the session.
+            folder: An adapter that peft wrote, with which it starts in place of these options.
             optimizer: Options of `optimizer` for it, as in {"beta2": 0.99}.
 
         Raises:
             UserError: The name or an option is wrong, or the name is taken; in the call: the model
                 or a server cannot have the adapter.
         """
-        if name in self._versions:
+        if name in self._records:
             raise UserError(f"add_adapter: there is an adapter '{name}' already. Use another name.")
         config = self._config
         ppo = config.trainer.ppo
+        options = changed(ppo.optimizer, "add_adapter", optimizer or {})
         adapter = NewAdapter(
             name=name,
             config=self._adapter_options(rank, alpha, targets),
             training=Training(
-                optimizer=changed(ppo.optimizer, "add_adapter", optimizer or {}),
+                optimizer=options,
                 lr=ppo.lr,
                 total_updates=ppo.total_steps * ppo.updates * ppo.epochs,
             ),
             seed=config.seed if seed is None else seed,
+            folder=folder,
         )
         self._check()
         first = self._next_versions.get(name, 0)
-        versions = AdapterVersions(version=first, confirmed=first)
-        self._versions[name] = versions
+        record = AdapterRecord(optimizer=options, version=first, confirmed=first)
+        self._records[name] = record
         added = self._calls.submit(self._policy.add_adapter, adapter, adapters=[name])
 
         def forget_failed(added: Future[None]) -> None:
             is_failed = added.cancelled() or added.exception() is not None
-            if is_failed and self._versions.get(name) is versions:
-                del self._versions[name]
+            if is_failed and self._records.get(name) is record:
+                del self._records[name]
 
         added.add_done_callback(forget_failed)
         return self._publish_adapter(name)
+
+    def serve(self, name: str, folder: Path) -> Call[PublishReport]:
+        """Let the servers sample with an adapter that peft wrote, until `remove_adapter`.
+
+        Args:
+            name: A name that no other adapter has.
+            folder: Its files, which must stay: a server that restarts reads them again.
+
+        Raises:
+            UserError: The name is taken.
+            RoleError: In the call: no server takes the adapter.
+        """
+        if name in self._records:
+            raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
+        sampler = self._check()
+        self._records[name] = AdapterRecord(optimizer=self._optimizer, is_trained=False)
+        loaded = self._pushing(sampler.serve_adapter(name, folder))
+        return Call(loaded, self._calls, adapters=[name])
 
     def _adapter_options(
         self,
@@ -345,8 +394,9 @@ class Session:
             UserError: There is no such adapter.
         """
         sampler = self._check([name])
-        versions = self._versions.pop(name)
-        self._next_versions[name] = versions.version + 1
+        record = self._records.pop(name)
+        if record.is_trained:
+            self._next_versions[name] = record.version + 1
         removed = self._calls.submit(self._policy.remove_adapter, name, adapters=[])
         unloaded = self._pushing(sampler.remove_adapter(name, removed))
         return Call(unloaded, self._calls, adapters=[name])
@@ -364,10 +414,10 @@ class Session:
         Raises:
             UserError: There is no such adapter.
         """
-        if name not in self._versions:
+        if name not in self._records:
             known = ", ".join(self.adapters) or "(none)"
             raise UserError(f"there is no adapter '{name}'. Adapters: {known}.")
-        return self._versions[name].version
+        return self._records[name].version
 
     def sample(
         self,
@@ -377,6 +427,7 @@ class Session:
         max_tokens: int | None = None,
         adapter: str = "",
         seed: int | None = None,
+        is_trained_on: bool = True,
         **options: Any,
     ) -> Call[list[Sample]]:
         """Sample answers from the newest weights that the servers have confirmed, or newer ones.
@@ -391,6 +442,8 @@ class Session:
             adapter: Name of the adapter that samples.
             seed: Makes the answers reproducible on embedded servers: answer k of the call is
                 sampled with seed + k.
+            is_trained_on: False: the samples are not for training, and may be truncated (top_p,
+                top_k, min_p).
             options: Other options of `collector.sampling`, such as temperature=0.7, stop=["\\n"].
 
         Returns:
@@ -407,14 +460,49 @@ class Session:
         if max_tokens is not None:
             options["max_new_tokens"] = max_tokens
         sampling = changed(self._config.trainer.ppo.collector.sampling, "sample", options)
-        check_sampling(sampling)
+        if is_trained_on:
+            check_sampling(sampling)
         future = sampler.submit(
             tokenized(prompts, self._tokenizer),
             sampling,
             num_samples=n,
-            min_version=self._versions[adapter].confirmed,
+            min_version=self._records[adapter].confirmed,
             adapter=adapter,
             seed=seed,
+        )
+        return Call(
+            future,
+            self._calls,
+            adapters=[adapter],
+            is_cancelled_with_its_wait=True,
+        )
+
+    def score(
+        self,
+        prompt: PromptInput,
+        *,
+        adapter: str = "",
+        top: int = 0,
+    ) -> Call[PromptScores]:
+        """Return the log-probabilities of a prompt's tokens, as the servers compute them.
+
+        Args:
+            prompt: A text, token ids, or chat messages.
+            adapter: Name of the adapter that scores.
+            top: K, the number of most probable tokens to return at each place.
+
+        Raises:
+            UserError: The prompt or an option is wrong.
+            EpisodeError: In the call: see `sample`.
+        """
+        sampler = self._check([adapter])
+        sampling = changed(SamplingConfig(max_new_tokens=1), "score", {"top_logprobs": top})
+        (tokens,) = tokenized([prompt], self._tokenizer)
+        future = sampler.score(
+            tokens.ids,
+            sampling,
+            min_version=self._records[adapter].confirmed,
+            adapter=adapter,
         )
         return Call(
             future,
@@ -498,6 +586,8 @@ class Session:
         self,
         rows: Seq[Sequence],
         loss: str | OwnLoss | None = None,
+        *,
+        record_outputs: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Call[Stats]:
         """Add the gradient of a loss to that of the calls since the last `optim_step`.
@@ -514,6 +604,8 @@ class Session:
             loss: An objective (ppo, cispo, sapo, …); a preset (grpo, gspo, dapo, …), of which the
                 loss and its KL penalty are used; or a function of a `LossInput` that returns a
                 loss, or a loss and a dict of sums. None: `loss` of the options.
+            record_outputs: {output: field}: outputs of the pass, such as `logprobs`, that become
+                fields of the rows.
             options: Options of the loss, as in eps_high=0.28.
 
         Returns:
@@ -528,11 +620,27 @@ class Session:
         if not rows:
             raise UserError("forward_backward: there are no rows. Pass at least one.")
         ready = make_loss(self._config, loss, options)
+        if record_outputs:
+            recorded = {**(ready.record_outputs or {}), **record_outputs}
+            ready = replace(ready, record_outputs=recorded)
         adapters = _adapters_of(rows)
         self._check(adapters)
         self._check_trained("forward_backward", adapters)
         self._check_staleness(rows)
         return self._begin(adapters, self._policy.forward_backward, [*rows], ready)
+
+    def evaluate(
+        self,
+        rows: Seq[Sequence],
+        loss: OwnLoss,
+        *,
+        record_outputs: Mapping[str, str] | None = None,
+    ) -> Call[Stats]:
+        """Compute a loss as `forward_backward` does, without gradient."""
+        if not rows:
+            raise UserError("evaluate: there are no rows. Pass at least one.")
+        ready = replace(make_loss(self._config, loss, {}), record_outputs=record_outputs)
+        return self._begin(_adapters_of(rows), self._policy.evaluate, [*rows], ready)
 
     def _check_staleness(self, rows: Seq[Sequence]) -> None:
         """Refuse rows with loss tokens older than `max_staleness`.
@@ -545,7 +653,7 @@ class Session:
             if "versions" not in row.fields or not row.loss_mask.any():
                 continue
             oldest = int(row.fields["versions"][row.loss_mask].min())
-            version = self._versions[row.adapter].version
+            version = self._records[row.adapter].version
             if version - oldest > limit:
                 raise UserError(
                     f"forward_backward: row {index} has tokens of version {oldest}, and the "
@@ -553,24 +661,34 @@ class Session:
                     "Train samples earlier, sample fewer batches ahead, or raise max_staleness."
                 )
 
-    def optim_step(self, lr: float | None = None, *, adapter: str = "") -> Call[Stats]:
+    def optim_step(
+        self,
+        lr: float | None = None,
+        *,
+        adapter: str = "",
+        **options: object,
+    ) -> Call[Stats]:
         """Apply the gradient of all `forward_backward` calls since the last update.
 
         Args:
             lr: Learning rate; None: that of the schedule (`lr`, `optimizer`, `total_steps`).
             adapter: The adapter to update.
+            options: Options of `optimizer` from now on, as in clip_grad_norm=0.5.
 
         Returns:
             `grad_norm` before clipping, `lr`, and `skipped_update`: 1 if the norm is not finite;
             the update was then skipped.
 
         Raises:
-            UserError: `lr` is negative; in the call: there is no gradient.
+            UserError: `lr` is negative, or an option is wrong; in the call: there is no gradient.
         """
         if lr is not None and not 0 <= lr < float("inf"):
             raise UserError(f"optim_step: lr={lr}: use a number of at least 0.")
         self._check_trained("optim_step", [adapter])
-        return self._begin([adapter], self._policy.optim_step, adapter, lr)
+        self._check([adapter])
+        record = self._records[adapter]
+        record.optimizer = changed(record.optimizer, "optim_step", options)
+        return self._begin([adapter], self._policy.optim_step, adapter, lr, record.optimizer)
 
     def publish(self, *, adapter: str = "") -> Call[PublishReport]:
         """Update all servers to the weights that are trained, as their next version.
@@ -591,20 +709,20 @@ class Session:
         self._check_trained("publish", [adapter])
         if not adapter:
             return self._publish(self.version + 1)
-        self._versions[adapter].version += 1
+        self._records[adapter].version += 1
         return self._publish_adapter(adapter)
 
     def _publish_adapter(self, name: str) -> Call[PublishReport]:
         """Begin to stage an adapter, and to send it in the thread of the servers."""
-        versions = self._versions[name]
-        version = versions.version
+        record = self._records[name]
+        version = record.version
         sampler = self._check([name])
         staged = self._calls.submit(self._policy.stage_adapter, name, version, adapters=[name])
         pushed = self._pushing(sampler.publish_adapter(name, version, staged))
 
         def confirm(pushed: Future[PublishReport]) -> None:
             if not pushed.cancelled() and pushed.exception() is None:
-                versions.confirmed = version
+                record.confirmed = version
 
         pushed.add_done_callback(confirm)
         return Call(pushed, self._calls, adapters=[name])
@@ -616,7 +734,7 @@ class Session:
         return pushed
 
     def _publish(self, version: int) -> Call[PublishReport]:
-        self._versions[""].version = version
+        self._records[""].version = version
         staged = self._calls.submit(self._stage, version, self._pushed)
         self._pushed = self._pusher.submit(self._push, version, staged)
         return Call(self._pushed, self._calls)
@@ -636,12 +754,12 @@ class Session:
             if self._sampler is not None:
                 self._sampler.check()  # the end of the servers may be the reason
             raise RoleError(f"version {version} was not published: {error}") from error
-        self._versions[""].confirmed = version
+        self._records[""].confirmed = version
         return report
 
     # ------------------------------------------------------------ files
 
-    def save(self, name: str, *, adapter: str = "") -> Call[Path]:
+    def save(self, name: str | Path, *, adapter: str = "") -> Call[Path]:
         """Write the weights and the optimizer's state under a name; an older state is replaced.
 
         Args:
@@ -658,7 +776,7 @@ class Session:
         folder = self._state_folder(name)
         return self._begin([adapter], self._policy.save, folder, adapter)
 
-    def load(self, name: str, *, adapter: str = "") -> Call[None]:
+    def load(self, name: str | Path, *, adapter: str = "") -> Call[None]:
         """Read a state that `save` wrote, in this session or in an earlier one of the same trial.
 
         The gradient is dropped. Servers keep their weights until `publish`.
@@ -684,7 +802,9 @@ class Session:
         """
         return self._begin([adapter], self._policy.export, Path(folder).absolute(), adapter)
 
-    def _state_folder(self, name: str) -> Path:
+    def _state_folder(self, name: str | Path) -> Path:
+        if isinstance(name, Path):
+            return name.absolute()
         check_name("name", name)
         return run_paths(self._config).checkpoints / name
 

@@ -2,7 +2,6 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class LoadedAdapters:
         unused = [name for name in self._loaded if name not in self._in_use]
         for name in unused[: max(0, len(self._loaded) - self._limit)]:
             del self._loaded[name]
-            await self._session.stop_serving(name)
+            await self._session.remove_adapter(name)
 
 
 class SamplingClient:
@@ -105,7 +104,7 @@ class SamplingClient:
             n=body.num_samples,
             adapter=self._adapter,
             seed=body.sampling_params.seed,
-            allows_truncation=True,
+            is_trained_on=False,
             top_logprobs=num_top,
             **options_of(body.sampling_params, session.context_length - len(prompt)),
         )
@@ -142,7 +141,7 @@ def checked_prompt(body: bodies.SampleBody, vocabulary: int) -> list[int]:
     return prompt
 
 
-def options_of(params: bodies.SampleOptions, longest: int) -> Mapping[str, object]:
+def options_of(params: bodies.SampleOptions, longest: int) -> dict[str, Any]:
     """Return the session's options of sampling.
 
     Args:

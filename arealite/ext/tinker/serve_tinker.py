@@ -86,8 +86,10 @@ def make_tenants(config: TinkerServerConfig) -> dict[str, Tenant]:
     """Return the tenants by their keys."""
     root = run_paths(config).root / TENANTS
     if config.tinker.keys_file is None:
-        token = NameRegistry.of(config).secret.token
-        keys = {f"{KEY_PREFIX}{token}": "default"}
+        secret = NameRegistry.of(config).secret
+        if secret is None:
+            raise UserError("cluster.security=false: the trial has no key. Set tinker.keys_file.")
+        keys = {f"{KEY_PREFIX}{secret.token}": "default"}
     else:
         keys = read_keys(Path(config.tinker.keys_file))
     return {key: Tenant(name, root / name, config.tinker) for key, name in keys.items()}

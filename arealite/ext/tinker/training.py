@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from arealite.api.engine import Sequence as Row
@@ -86,14 +87,15 @@ class TrainedModel:
             self._checkpoints.remove(path)
         await self._session.remove_adapter(self.adapter)
 
-    async def add(self, seed: int | None) -> None:
-        """Make the adapter, which adds 0 at first."""
+    async def add(self, seed: int | None = None, folder: Path | None = None) -> None:
+        """Make the adapter, which adds 0 at first, or is that of a folder."""
         await self._session.add_adapter(
             self.adapter,
             rank=self.recipe.rank,
             alpha=ALPHA,
             targets=targets_of(self.recipe),
             seed=seed,
+            folder=folder,
         )
 
     # ------------------------------------------------------------ requests
@@ -212,8 +214,12 @@ class TrainedModel:
             raise UserError(f"{path} is for sampling. Load one that save_state has written.")
         if checkpoint.recipe != self.recipe:
             raise UserError(f"{path} is of another model: {checkpoint.recipe}, not {self.recipe}.")
-        state = self._checkpoints.folder(path) / STATE
-        await self._session.load(state, adapter=self.adapter, with_optimizer=with_optimizer)
+        folder = self._checkpoints.folder(path)
+        if with_optimizer:
+            await self._session.load(folder / STATE, adapter=self.adapter)
+        else:
+            await self._session.remove_adapter(self.adapter)
+            await self.add(folder=folder / ADAPTER)
         return FutureResult.of({"path": path, "model_id": self.id, "type": "load_weights"})
 
 

@@ -65,9 +65,9 @@ class FakeSession:
         self._note(f"save {adapter}")
         write(folder / "extra.json", "{}")
 
-    async def load(self, folder: Path, *, adapter: str, with_optimizer: bool) -> None:
+    async def load(self, folder: Path, *, adapter: str) -> None:
         assert (folder / "extra.json").exists()
-        self._note(f"load {adapter} with_optimizer={with_optimizer}")
+        self._note(f"load {adapter}")
 
     async def publish(self, *, adapter: str) -> None:
         self._note(f"publish {adapter}")
@@ -75,9 +75,6 @@ class FakeSession:
     async def serve(self, name: str, folder: Path) -> None:
         assert (folder / "adapter_model.safetensors").exists()
         self._note(f"serve {name}")
-
-    async def stop_serving(self, name: str) -> None:
-        self._note(f"stop_serving {name}")
 
     async def sample(self, prompt: list[int], *, n: int, adapter: str, **options: Any) -> Any:
         self._note(f"sample {adapter}")

@@ -162,7 +162,7 @@ async def test_model_is_trained_saved_and_sampled(tmp_path: Path) -> None:
         f"score {snapshot}",
         f"sample {snapshot}",
         "add model1 rank=8 targets=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
-        "load model1 with_optimizer=True",
+        "load model1",
         "remove model0",
         "remove model1",
     ]

@@ -11,7 +11,18 @@ import sys
 import tinker
 from tinker import types
 
-from plan import ADAM, LR, NUM_SAMPLES, NUM_STEPS, NUM_TOKENS, PROMPTS, RANK, SEED, reward_of, seed_of
+from plan import (
+    ADAM,
+    LR,
+    NUM_SAMPLES,
+    NUM_STEPS,
+    NUM_TOKENS,
+    PROMPTS,
+    RANK,
+    SEED,
+    reward_of,
+    seed_of,
+)
 
 
 def main() -> None:
