@@ -184,7 +184,7 @@ bench-envs: $(VENV)/.envs
 $(TINKER_VENV)/.dev: Makefile
 	@$(call venv,$(TINKER_VENV))
 	@$(call install,torch (once: some minutes),$(TINKER_VENV)) $(TORCH)
-	@$(call install,the tinker SDK and its recipes,$(TINKER_VENV)) "tinker==0.38.*" tinker-cookbook
+	@$(call install,the tinker SDK and its recipes,$(TINKER_VENV)) "tinker==0.38.*" "tinker-cookbook[math-rl]"
 	@touch $@
 
 test-tinker: $(VENV)/.gguf $(VENV)/.dev $(TINKER_VENV)/.dev

@@ -11,7 +11,8 @@ __version__ = "0.2.0"
 _MODULES = {
     "ext.notebook.functions": "train evaluate collect serve",
     "ext.notebook.run": "Run",
-    "ext.session.training_session": "session Session",
+    "ext.session.opening": "session",
+    "ext.session.training_session": "Session",
     "ext.session.sample_rows": "Sample",
     "ext.session.calls": "Call",
     "ext.wrappers.play": "make make_vec",

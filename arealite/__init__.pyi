@@ -24,9 +24,9 @@ from arealite.ext.notebook.functions import serve as serve
 from arealite.ext.notebook.functions import train as train
 from arealite.ext.notebook.run import Run as Run
 from arealite.ext.session.calls import Call as Call
+from arealite.ext.session.opening import session as session
 from arealite.ext.session.sample_rows import Sample as Sample
 from arealite.ext.session.training_session import Session as Session
-from arealite.ext.session.training_session import session as session
 from arealite.ext.wrappers.play import make as make
 from arealite.ext.wrappers.play import make_vec as make_vec
 from arealite.ext.wrappers.wrappers import Record as Record

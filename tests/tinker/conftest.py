@@ -111,8 +111,9 @@ def serving(
                 process=process,
             )
         finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(STOP_S) == 0
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(STOP_S) == 0
 
 
 @pytest.fixture(scope="module")

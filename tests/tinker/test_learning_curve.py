@@ -151,6 +151,6 @@ async def test_curve_through_the_sdk_is_that_of_the_calls_bit_for_bit_and_that_o
     assert max(rewards[-2:]) > rewards[0]
 
     model_id, _, name = found["first"].removeprefix("tinker://").partition("/")
-    (folder,) = service.folder.glob(f"runs/*/*/*/tenants/*/{model_id.replace(':', '-')}/{name}")
+    (folder,) = service.folder.glob(f"runs/**/tenants/*/{model_id.replace(':', '-')}/{name}")
     losses = curve_of_torch(tiny, folder / "adapter", expected)
     assert losses == pytest.approx([step["loss"] for step in expected], rel=1e-3, abs=1e-4)

@@ -123,7 +123,7 @@ def make_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class PromptScores:
-    """Log-probabilities of the T tokens of a prompt but the first one, at temperature 1, in nats."""
+    """Log-probabilities of the T tokens of a prompt but the first one, at temperature 1."""
 
     logprobs: np.ndarray
     """float32 [T - 1]"""
@@ -148,7 +148,7 @@ class PromptScores:
 
 
 def top_tokens(raw: bytes, dtype: type[np.int32 | np.float32], num_tokens: int) -> np.ndarray:
-    """Return ids or log-probabilities of a response's most probable tokens, [N, K]."""
+    """Return values of a response's most probable tokens, [N, K]."""
     values = np.frombuffer(raw, dtype)
     return values.reshape(num_tokens, len(values) // max(1, num_tokens))
 

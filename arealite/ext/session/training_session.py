@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,14 +19,14 @@ from arealite.api.engine_config import LoRAConfig, OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
-from arealite.api.trainer import PPOConfig
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.files import lock_file
 from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import vocab_size
 from arealite.cli import configs, preflight, resolved
-from arealite.ext.notebook.command_line import Overrides, checked, resolve, words
+from arealite.ext.notebook.command_line import checked, resolve
+from arealite.ext.session.adapter_records import AdapterRecord
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
 from arealite.ext.session.calls import DEFAULT, Call, Calls
 from arealite.ext.session.policy import Policy
@@ -41,84 +41,9 @@ from arealite.ext.session.sampling_thread import SamplingThread
 from arealite.ext.session.start_checks import check_input, check_sampling
 
 T = TypeVar("T")
-PPO = "trainer.ppo"
-SHORT_KEYS = frozenset(item.name for item in fields(PPOConfig))
-"""Sections and options that overrides may name without `trainer.ppo.`."""
 IN_USE = "Close the other session, or pass another trial."
 NAMED_RANK = 32
 """Rank of an adapter, if the session trains no default one."""
-
-
-def session(
-    model: str | Path,
-    *,
-    servers: int | None = None,
-    addresses: Seq[str] = (),
-    lora: int = 0,
-    adapters: Seq[str] | None = None,
-    max_staleness: int | None = None,
-    trial: str = "session",
-    overrides: Overrides = None,
-) -> "Session":
-    """Return a session, which `async with` (or `await`) starts: servers, and the model to train.
-
-    The model is trained in this process, and is sampled by servers. When this process ends, for
-    any reason, the servers that the session has started end, too.
-
-    Args:
-        model: A Hugging Face folder, or the id of a model of the Hugging Face Hub.
-        servers: Number of servers to start; None: one, or none with `addresses`.
-        addresses: Running servers, as in ["http://10.0.0.1:30000"]; the session updates them.
-        lora: Rank of the adapter that is trained in place of all parameters; 0: none.
-        adapters: Names of further adapters; see `Session.add_adapter`. With lora=0, the model is
-            frozen, and only these train; [] means that all are added later. None: no adapters.
-        max_staleness: Largest age of a trained token, in versions; None: 4.
-        trial: Name of the folder `runs/arealite/TRIAL`, which has logs and saved states.
-        overrides: Other options, as in {"engine.fsdp.dtype": "bfloat16"}. The prefix `trainer.ppo.`
-            may be left out.
-
-    Raises:
-        UserError: When it is started: the input is wrong. No process was started.
-    """
-    if servers is None:
-        servers = 0 if addresses else 1
-    user_words = words(
-        _with_full_keys(overrides),
-        **{
-            "trial_name": trial,
-            "launcher.llm_servers": servers,
-            "llm_server.addresses": [*addresses] or None,
-            f"{PPO}.engine.fsdp.lora.rank": lora or None,
-            f"{PPO}.engine.fsdp.lora.only_named": adapters is not None or None,
-            f"{PPO}.max_staleness": max_staleness,
-        },
-    )
-    return Session(model, user_words, adapters or ())
-
-
-def _with_full_keys(overrides: Overrides) -> Overrides:
-    """Return overrides whose keys have the prefix of their section."""
-    if not isinstance(overrides, Mapping):
-        return overrides
-    full = dict[str, object]()
-    for key, value in overrides.items():
-        section, _, _ = str(key).partition(".")
-        full[f"{PPO}.{key}" if section in SHORT_KEYS else key] = value
-    return full
-
-
-@dataclass(eq=False, kw_only=True)
-class AdapterRecord:
-    """The versions of one adapter, or of the default weights."""
-
-    optimizer: OptimizerConfig
-    """Options of its optimizer."""
-    is_trained: bool = True
-    """Whether this session trains it; False: servers have it from a folder (`Session.serve`)."""
-    version: int = 0
-    """That of the newest `publish`."""
-    confirmed: int = 0
-    """Oldest version that may sample: all servers in traffic hold it, or the first version."""
 
 
 class Session:
@@ -356,7 +281,7 @@ class Session:
         return self._publish_adapter(name)
 
     def serve(self, name: str, folder: Path) -> Call[PublishReport]:
-        """Let the servers sample with an adapter that peft wrote, until `remove_adapter`.
+        """Load an adapter that peft wrote at the servers, for samples, until `remove_adapter`.
 
         Args:
             name: A name that no other adapter has.

@@ -17,7 +17,7 @@ from arealite.base.folder_checks import check_name
 from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight
 from arealite.cli.options import CONFIG_DIR, CommandLine
-from arealite.ext.session.training_session import session
+from arealite.ext.session.opening import session
 from arealite.ext.tinker import messages
 from arealite.ext.tinker.config import TinkerServerConfig
 from arealite.ext.tinker.service import Service, Tenant

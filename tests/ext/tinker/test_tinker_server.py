@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from arealite.ext.session.training_session import Session
-from arealite.ext.tinker import messages
+from arealite.ext.tinker import bodies, messages
 from arealite.ext.tinker.config import TinkerConfig
 from arealite.ext.tinker.service import Service, Tenant
 from arealite.ext.tinker.tinker_server import TinkerServer
@@ -394,3 +399,47 @@ async def test_sample_that_the_service_does_not_have_is_refused(
             answer = await run.ann.post("asample", **body)
             assert error in (await run.ann.result(answer))["error"]
         assert run.session.calls == []
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+ROUTES = {
+    "create_model": bodies.CreateModel,
+    "get_info": bodies.ModelOnly,
+    "optim_step": bodies.OptimStep,
+    "save_weights": bodies.SaveWeights,
+    "save_weights_for_sampler": bodies.SaveForSampler,
+    "load_weights": bodies.LoadWeights,
+    "create_sampling_session": bodies.CreateSamplingSession,
+    "asample": bodies.SampleBody,
+    "retrieve_future": bodies.RequestOnly,
+    "cancel_future": bodies.RequestOnly,
+    "weights_info": bodies.CheckpointOnly,
+}
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_body_is_answered_without_a_server_error(data: st.DataObject) -> None:
+    """Each field has a value of another request, or any JSON."""
+
+    async def fuzz(folder: Path) -> None:
+        async with running(folder) as run:
+            session_id = await run.ann.new_session()
+            known = st.sampled_from(
+                [session_id, f"{session_id}:train:0", MODEL, PROMPT, 1, "a/../b"]
+            )
+            for route, body in ROUTES.items():
+                names = [field.name for field in msgspec.structs.fields(body)]
+                keys = st.lists(st.sampled_from(names), unique=True)
+                fields = {name: data.draw(known | JSON) for name in data.draw(keys)}
+                headers = {"X-API-Key": ANN}
+                url = f"{run.ann.address}/api/v1/{route}"
+                async with run.ann.http.post(url, json=fields, headers=headers) as response:
+                    assert response.status in (200, 404, 410, 422, 429), await response.text()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(fuzz(Path(folder)))

@@ -177,7 +177,7 @@ def test_options_of_a_step_apply_from_then_on(model: Path) -> None:
         assert stats == fresh.optim_step(lr=0.1)
         assert equal(weights(engine), weights(fresh))
     engine.forward_backward(rows, LOSS)
-    with pytest.raises(UserError, match="optimizer.type=sgd: it is adamw"):
+    with pytest.raises(UserError, match=r"optimizer\.type=sgd: it is adamw"):
         engine.optim_step(optimizer=OptimizerConfig(type="sgd"))
 
 

@@ -9,8 +9,6 @@ import json
 import sys
 
 import tinker
-from tinker import types
-
 from plan import (
     ADAM,
     LR,
@@ -23,6 +21,7 @@ from plan import (
     reward_of,
     seed_of,
 )
+from tinker import types
 
 
 def main() -> None:
