@@ -7,7 +7,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ExperimentConfig, run_paths
@@ -18,7 +17,7 @@ from arealite.api.tokenizer import Tokenizer
 from arealite.base.errors import RoleError, UserError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
-from arealite.ext.session.adapter_publisher import AdapterPublisher
+from arealite.ext.session.adapter_publisher import AdapterPublisher, StagedAdapter
 from arealite.ext.session.sample_rows import Sample, TokenizedPrompt
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
@@ -108,7 +107,7 @@ class SamplingThread:
         self,
         name: str,
         version: int,
-        staged: Future[Path],
+        staged: Future[StagedAdapter],
     ) -> Future[PublishReport]:
         """Begin to send an adapter to all servers; see `AdapterPublisher.publish`."""
         work = self._adapters.publish(name, version, staged)
