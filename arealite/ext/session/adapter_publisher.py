@@ -1,7 +1,10 @@
 """Sends adapters to all servers by name, one at a time, while requests of other adapters run.
 
 A server that starts late or restarts gets the newest version of each adapter. Until then it has no
-adapter of that name, and refuses requests for it.
+adapter of that name, and refuses requests for it. After each update, the server must give a fixed
+row the trainer's log-probabilities, as with the canary of the policy.
+
+Shape letter: T = tokens of the row but the first one.
 """
 
 import asyncio
@@ -10,15 +13,25 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport
+from arealite.api.server_protocol import (
+    GenerateRequest,
+    ServerAnswer,
+    ServerProtocol,
+    part_of_entry,
+)
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.ext.served_policy.canary import tolerance_of
+from arealite.ext.served_policy.scores import NotComparable, is_within, read_scores
 from arealite.impl.http_client import Pool, error_message
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -29,6 +42,8 @@ WATCH_S = 1.0
 """Seconds between two looks for servers that lack an adapter."""
 RETRY_S = 0.25
 """Pause between attempts while no server can be reached."""
+PROOF_S = 5.0
+"""Longest wait for a server's log-probabilities; a busy server may answer later."""
 FAILURES = (OSError, RoleError)
 """Errors of one server."""
 
@@ -44,14 +59,18 @@ class StagedAdapter:
     name: str
     version: int
     folder: Path
-    is_own: bool
-    """Whether the parent of the folder has versions of this adapter and nothing else."""
+    row: list[int]
+    """Tokens that trainer and servers score."""
+    scores_T: np.ndarray | None
+    """The trainer's log-probabilities of the row; None: the adapter comes from a folder of the
+    user, which stays, and is not proven."""
 
 
 class AdapterPublisher:
     """Keeps every server at the newest version of each adapter; used in one event loop."""
 
     def __init__(self, config: ExperimentConfig) -> None:
+        self._config = config
         self._timeout_s = config.trainer.ppo.publisher.timeout_s
         self._connect_s = config.trainer.ppo.collector.client.servers.connect_timeout_s
         self._registry = NameRegistry.of(config)
@@ -73,48 +92,43 @@ class AdapterPublisher:
         self,
         name: str,
         version: int,
-        staged: Future[Path],
-        *,
-        is_own: bool = True,
+        staged: Future[StagedAdapter],
     ) -> PublishReport:
         """Load a version at all servers.
 
         Args:
             name: The adapter.
             version: Its version.
-            staged: Resolves to its folder.
-            is_own: Whether older versions beside the folder are removed, and all at the end.
+            staged: Resolves when it is written.
 
         Raises:
             UserError: A server cannot load adapters by name.
             RoleError: No server has confirmed it.
         """
-        async with self._locks[name]:
-            folder = await asyncio.wrap_future(staged)
-            begin = time.perf_counter()
-            self._staged[name] = StagedAdapter(
-                name=name,
-                version=version,
-                folder=folder,
-                is_own=is_own,
-            )
-            try:
-                num_confirmed = await self._load_at_all(self._staged[name])
-            except (RoleError, asyncio.CancelledError) as error:
-                reason = str(error) or "the servers have ended"
-                text = f"version {version} of the adapter '{name}' was not published: {reason}"
-                raise RoleError(text) from error
-            if is_own:
-                _remove_older(folder)
+        try:
+            async with self._locks[name]:
+                return await self._publish(await asyncio.wrap_future(staged))
+        except (RoleError, asyncio.CancelledError) as error:
+            reason = str(error) or "the servers have ended"
+            text = f"version {version} of the adapter '{name}' was not published: {reason}"
+            raise RoleError(text) from error
+
+    async def _publish(self, adapter: StagedAdapter) -> PublishReport:
+        begin = time.perf_counter()
+        errors = await self._load_at_all(adapter)
+        self._staged[adapter.name] = adapter
+        if adapter.scores_T is not None:
+            _remove_older(adapter.folder)
         return PublishReport(
-            version=version,
+            version=adapter.version,
             load_s=time.perf_counter() - begin,
-            num_bytes=sum(file.stat().st_size for file in folder.iterdir()),
-            servers=num_confirmed,
+            num_bytes=sum(file.stat().st_size for file in adapter.folder.iterdir()),
+            servers=list(errors.values()).count(None),
+            quarantined=[server_id for server_id, error in errors.items() if error],
         )
 
-    async def _load_at_all(self, adapter: StagedAdapter) -> int:
-        """Load an adapter at all servers; return the number of those that have confirmed it.
+    async def _load_at_all(self, adapter: StagedAdapter) -> dict[str, BaseException | None]:
+        """Load an adapter at all servers; return the error of each, None of one that confirmed it.
 
         It is tried again while no server can be reached: they may be starting.
         """
@@ -125,12 +139,13 @@ class AdapterPublisher:
                 _check_server(entry)
             updates = [self._load(entry, adapter) for entry in entries]
             outcomes = await asyncio.gather(*updates, return_exceptions=True)
-            errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            errors = [outcome for outcome in outcomes if outcome is not None]
             for error in errors:
                 if not isinstance(error, FAILURES):
                     raise error
             if len(errors) < len(entries):
-                return len(entries) - len(errors)
+                server_ids = [entry.id for entry in entries]
+                return dict(zip(server_ids, outcomes, strict=True))
             is_refused = any(isinstance(error, AdapterRefused) for error in errors)
             if is_refused or time.monotonic() >= until:
                 raise RoleError("; ".join(map(str, errors)) or "no server is registered")
@@ -145,7 +160,7 @@ class AdapterPublisher:
                 if self._loaded[_process(entry)].pop(name, None) is not None:
                     with suppress(*FAILURES):  # it has ended, or has no adapters
                         await self._post(entry, "/unload_lora_adapter", {"lora_name": name})
-            if adapter is not None and adapter.is_own:
+            if adapter is not None and adapter.scores_T is not None:
                 shutil.rmtree(adapter.folder.parent, ignore_errors=True)
 
     async def watch(self) -> None:
@@ -172,41 +187,70 @@ class AdapterPublisher:
         """Load an adapter at one server, which confirms its version.
 
         Raises:
-            AdapterRefused: The server refused it, or has confirmed another version.
+            AdapterRefused: The server refused it, or has another version or other weights.
         """
         body = {
             "lora_name": adapter.name,
             "lora_path": str(adapter.folder),
             "weight_version": str(adapter.version),
         }
-        answer = await self._post(entry, "/load_lora_adapter", body)
+        raw = await self._post(entry, "/load_lora_adapter", body)
+        answer: dict[str, Any] = msgspec.json.decode(raw)
         confirmed = answer.get("loaded_adapters", {}).get(adapter.name)
         if confirmed != str(adapter.version):
             raise AdapterRefused(f"{entry.id} holds version {confirmed} of '{adapter.name}'")
+        if adapter.scores_T is not None and self._config.trainer.ppo.publisher.canary:
+            await self._prove(entry, adapter, adapter.scores_T)
         self._loaded[_process(entry)][adapter.name] = adapter.version
 
-    async def _post(
-        self, entry: Entry, path: str, body: dict[str, str]
-    ) -> dict[str, dict[str, str]]:
-        """Return the answer of a server.
+    async def _prove(self, entry: Entry, adapter: StagedAdapter, scores_T: np.ndarray) -> None:
+        """Compare a server's log-probabilities with the trainer's, unless the server is busy.
+
+        Raises:
+            AdapterRefused: They differ. The adapter was unloaded.
+        """
+        protocol: ServerProtocol = part_of_entry("server_protocol", entry.value)()
+
+        async def generate(request: GenerateRequest) -> ServerAnswer:
+            body = protocol.encode_request(replace(request, adapter=adapter.name))
+            raw = await self._post(entry, protocol.generate_path, msgspec.Raw(body))
+            return protocol.decode_answer(raw)
+
+        try:
+            with self._wait(entry, f"scores of adapter {adapter.name}", PROOF_S):
+                scores = await read_scores(generate, adapter.row, adapter.version)
+        except (NotComparable, *FAILURES) as error:
+            logger.warning("adapter not proven", server=entry.id, reason=str(error))
+            return
+        folder = Path(self._config.model.path)
+        tolerance = tolerance_of(self._config, folder, entry.value.get("dtype"))
+        errors = tolerance.errors(scores.prompt_T, scores_T)
+        if not is_within(errors, tolerance.bound(scores_T)):
+            self._loaded[_process(entry)].pop(adapter.name, None)
+            await self._post(entry, "/unload_lora_adapter", {"lora_name": adapter.name})
+            mean, largest = errors
+            raise AdapterRefused(
+                f"{entry.id} computes other log-probabilities with version {adapter.version} of "
+                f"'{adapter.name}' than the trainer (mean {mean:.2g}, largest {largest:.2g} nats)"
+            )
+
+    def _wait(self, entry: Entry, event: str, seconds: float) -> Wait:
+        return Wait(event=event, owner="session", on=f"llm_server-{entry.id}", seconds=seconds)
+
+    async def _post(self, entry: Entry, path: str, body: dict[str, str] | msgspec.Raw) -> bytes:
+        """Return the body of a server's answer.
 
         Raises:
             OSError: It cannot be reached in time.
             AdapterRefused: It refused the request.
         """
-        reply = Wait(
-            event=f"an answer of {path}",
-            owner="session",
-            on=f"llm_server-{entry.id}",
-            seconds=self._timeout_s,
-        )
         headers = self._registry.headers(str(entry.value.get("type")))
-        with reply:
+        with self._wait(entry, f"an answer of {path}", self._timeout_s):
             url = f"{entry.value['address']}{path}"
             status, raw = await self._pool.request(url, headers, body)
         if status != 200:
             raise AdapterRefused(f"{entry.id}: {error_message(status, raw)}")
-        return msgspec.json.decode(raw)
+        return raw
 
     async def _servers(self) -> list[Entry]:
         return await asyncio.to_thread(self._registry.list, "llm_server")

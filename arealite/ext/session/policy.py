@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.base import entries
 from arealite.base.errors import RoleError
+from arealite.ext.served_policy.canary import row_of, sequence_of
+from arealite.ext.session.adapter_publisher import StagedAdapter
 from arealite.ext.session.call_loss import Loss, weighted_rows
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.trainer.base import (
@@ -159,12 +162,21 @@ class Policy:
         if self._trained.pop(name, None) is not None:
             self.engine.remove_adapter(name)
 
-    def stage_adapter(self, name: str, version: int) -> Path:
-        """Write an adapter for the servers; return its folder."""
+    def stage_adapter(self, name: str, version: int) -> StagedAdapter:
+        """Write an adapter for the servers, and score the canary's row with it."""
         assert isinstance(self._publisher, DiskPublisher), "load_model first"
         folder = self._publisher.folder / "adapters" / name / str(version)
         self._trained[name].export(folder)
-        return folder
+        row = row_of(Path(self._config.model.path), None)
+        sequence = replace(sequence_of(row), adapter=name)
+        (scores_T,) = self.engine.forward([sequence])["logprobs"]
+        return StagedAdapter(
+            name=name,
+            version=version,
+            folder=folder,
+            row=row,
+            scores_T=scores_T[1:].astype(np.float64),
+        )
 
     def stage(self, version: int) -> None:
         """Copy the weights for the servers."""

@@ -20,7 +20,7 @@ from arealite.api.tokenizer import Tokenizer
 from arealite.base.errors import RoleError, UserError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
-from arealite.ext.session.adapter_publisher import AdapterPublisher
+from arealite.ext.session.adapter_publisher import AdapterPublisher, StagedAdapter
 from arealite.ext.session.sample_rows import PromptScores, Sample, TokenizedPrompt, top_tokens
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
@@ -110,7 +110,7 @@ class SamplingThread:
         self,
         name: str,
         version: int,
-        staged: Future[Path],
+        staged: Future[StagedAdapter],
     ) -> Future[PublishReport]:
         """Begin to send an adapter to all servers; see `AdapterPublisher.publish`."""
         work = self._adapters.publish(name, version, staged)
@@ -118,9 +118,10 @@ class SamplingThread:
 
     def serve_adapter(self, name: str, folder: Path) -> Future[PublishReport]:
         """Begin to load an adapter of a folder at all servers; see `Session.serve`."""
-        staged = Future[Path]()
-        staged.set_result(folder)
-        work = self._adapters.publish(name, 0, staged, is_own=False)
+        adapter = StagedAdapter(name=name, version=0, folder=folder, row=[], scores_T=None)
+        staged = Future[StagedAdapter]()
+        staged.set_result(adapter)
+        work = self._adapters.publish(name, 0, staged)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def score(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import arealite
 from arealite.api.engine import LossInput, Sequence
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import RoleError, UserError
+from arealite.ext.embedded import server_app
 from arealite.ext.embedded.generation import Generation
+from arealite.ext.embedded.served_adapters import LowRank
 from arealite.ext.embedded.server_app import App
 from arealite.ext.session.call_loss import make_loss, weighted_rows
 from tests.ext.session.conftest import Open, Opened
@@ -369,6 +372,28 @@ async def test_request_waits_while_no_server_has_the_adapter(opened: Open) -> No
         served["alice"] = version
         parts.server._model.changed.set()
         samples = await sampling
+        assert await difference(session, samples) < EXACT
+
+
+async def test_server_with_other_weights_of_an_adapter_is_refused(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(adapters=BOTH) as parts:
+        session = parts.session
+        await train(session, {"alice": 9, "bob": 11}, updates=2)
+        read = server_app.read_low_rank
+
+        def twice_scaled(*arguments: Any) -> dict[str, LowRank]:
+            low_rank = read(*arguments)
+            return {name: replace(low_rank[name], scaling=0.25) for name in low_rank}
+
+        monkeypatch.setattr(server_app, "read_low_rank", twice_scaled)
+        with pytest.raises(RoleError, match=r"other log-probabilities with version 1 of 'alice'"):
+            await session.publish(adapter="alice")
+        assert parts.server.engine.adapter_versions.get("alice") != "1"
+        monkeypatch.undo()
+        await session.publish(adapter="alice")
+        samples = await session.sample(PROMPT, max_tokens=4, adapter="alice")
         assert await difference(session, samples) < EXACT
 
 
