@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def curve_of_torch(model: Path, adapter: Path, steps: list[dict[str, Any]]) -> l
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    module = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    with warnings.catch_warnings(action="ignore"):  # peft uses deprecated names of transformers
+        module = PeftModel.from_pretrained(base, adapter, is_trainable=True)
     params = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(
         params,
