@@ -23,6 +23,7 @@ from arealite.api.server_protocol import (
     mismatch,
 )
 from arealite.ext.sglang.sglang_api import context_length, total_load
+from arealite.ext.sglang.sglang_capabilities import serves_adapters
 
 STREAM_INTERVAL = 8
 """Tokens per event of a stream after the first one. SGLang repeats all tokens in each event, unless
@@ -41,6 +42,8 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True):
     logprob_start_len: int | msgspec.UnsetType = msgspec.UNSET
     return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
     routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
+    lora_path: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the adapter."""
 
 
 class FinishReason(msgspec.Struct, kw_only=True):
@@ -124,6 +127,8 @@ class SGLangProtocol(ServerProtocol):
         if request.with_routing:
             body.return_routed_experts = True
             body.routed_experts_start_len = request.routing_start
+        if request.adapter:
+            body.lora_path = request.adapter
         return encode_body(body)
 
     def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:
@@ -159,6 +164,9 @@ class SGLangProtocol(ServerProtocol):
             prompt_top_tokens=[row or [] for row in meta.input_top_logprobs[1:]],
         )
 
+    def lacks_adapter(self, status: int, raw: bytes) -> bool:
+        return status == 400 and b"LoRA adapter" in raw
+
     def abort_request(self, rid: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": rid}
 
@@ -184,6 +192,7 @@ class SGLangProtocol(ServerProtocol):
             start_id=_start_id(server_info),
             dtype=server_info.get("dtype"),
             quantization=server_info.get("quantization"),
+            serves_adapters=serves_adapters(server_info),
         )
 
     def read_version(self, raw: bytes) -> str | int | None:

@@ -7,7 +7,8 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from arealite.api.server_protocol import ServerProtocol
+from arealite.api.server_protocol import ServerProtocol, adapter_name, adapter_of
+from arealite.impl.client.answer_checks import parse_version
 from arealite.impl.http_client import ServerEndpoint
 from arealite.system.health.waits import Wait
 
@@ -24,6 +25,8 @@ class LLMServerState:
     protocol: ServerProtocol
     version: int = 0
     """Newest policy version in its registry entry or in one of its answers."""
+    serves_adapter: bool = False
+    """Whether this version is an adapter, which requests must name."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Sent with every request: the bearer token."""
     vocab_size: int | None = None
@@ -43,6 +46,16 @@ class LLMServerState:
         url = self.address + self.protocol.generate_path
         self.endpoint = ServerEndpoint(url, self.headers)
         self.name = f"llm_server-{self.id}"
+
+    @property
+    def adapter(self) -> str:
+        """The adapter that requests must name; "" for none."""
+        return adapter_name(self.version) if self.serves_adapter else ""
+
+    def set_label(self, label: str | int | None) -> None:
+        """Set the version that the server reports."""
+        self.version = parse_version(label)
+        self.serves_adapter = bool(adapter_of(label))
 
     def can_sample(self, min_version: int) -> bool:
         """Return whether the server is reachable and holds `min_version` or a newer version."""
