@@ -80,6 +80,38 @@ class ImageProcessorFix(importlib.abc.MetaPathFinder):
         return spec
 
 
+class PinnedMemoryFix(importlib.abc.MetaPathFinder):
+    """Lets SGLang's adapters allocate memory on a machine without an accelerator.
+
+    They ask for pinned memory without a check, which torch refuses there.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "sglang.srt.lora.lora_manager":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            use_plain_memory()
+        return spec
+
+
+def use_plain_memory() -> None:
+    """Ignore requests for pinned memory if there is no accelerator."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    for name in ("empty", "tensor", "zeros", "ones"):
+        allocate = getattr(torch, name)
+
+        def unpinned(*args: Any, _allocate: Any = allocate, **options: Any) -> Any:
+            options.pop("pin_memory", None)
+            return _allocate(*args, **options)
+
+        setattr(torch, name, unpinned)
+
+
 def is_auto(name: str, *_: Any) -> bool:
     """Return whether this is the file of AutoImageProcessor."""
     return name.removesuffix(".py") == "image_processing_auto"
@@ -96,6 +128,7 @@ def install() -> None:
     importlib.util.find_spec = find_spec
     sys.meta_path.append(stand_ins)
     sys.meta_path.insert(0, ImageProcessorFix())
+    sys.meta_path.insert(0, PinnedMemoryFix())
 
 
 install()

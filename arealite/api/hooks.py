@@ -94,6 +94,13 @@ Each start calls it with the config, before it reads a file. `option` of a packa
 option with its value. A run is refused if a module is not installed."""
 
 
+ServerOverrides = Callable[["ExperimentConfig"], Mapping[str, object]]
+"""Hook `server_options`: return options of the servers that a run starts, by key.
+
+Each start calls it. Options of `launcher.server_args` have precedence. A UserError refuses the
+run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """The data that the checks of a start have read."""

@@ -20,6 +20,9 @@ from arealite.base.errors import InvariantError, UserError
 
 DEFAULT_PROTOCOL = "sglang"
 """The protocol of a server whose entry in the name registry names none."""
+ADAPTER = "policy-"
+"""Begins the name of an adapter that is a version of the policy: `policy-7` is version 7. A server
+that serves a version so has this name as its version label, and requests must name it."""
 Json = dict[str, Any]
 Load = dict[str, int]
 """Numbers of requests: "running" and "waiting", and "capacity" (0: unknown)."""
@@ -124,6 +127,13 @@ class ServerDescription:
     """Differs between two starts of the server; None if it reports nothing of that kind."""
     dtype: str | None = None
     quantization: str | None = None
+    serves_adapters: bool = False
+    """Whether it loads adapters while it runs."""
+
+    @property
+    def adapters(self) -> dict[str, object]:
+        """The key `adapters` of its entry in the name registry, if it serves adapters."""
+        return {"adapters": {}} if self.serves_adapters else {}
 
 
 class ServerProtocol(ABC):
@@ -220,6 +230,23 @@ AnswerStreamMaker = Callable[[LLMRequest, ServerProtocol], AnswerStream]
 """Hook `answer_stream`: return what reads the events of an answer that a server streams.
 
 The client calls it for each attempt of a request with `on_tokens`. The last entry is used."""
+
+
+def adapter_name(version: int) -> str:
+    """Return the name of a version that is served as an adapter."""
+    return f"{ADAPTER}{version}"
+
+
+def adapter_of(label: str | int | None) -> str:
+    """Return the adapter that requests to a server with a version label must name; "" for none."""
+    name = str(label)
+    is_adapter = name.startswith(ADAPTER) and version_text(name).isdigit()
+    return name if is_adapter else ""
+
+
+def version_text(label: str | int | None) -> str:
+    """Return the version in a label, without the prefix of an adapter."""
+    return str(label).removeprefix(ADAPTER)
 
 
 def part_of_entry(group: str, entry: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from aiohttp import web
@@ -31,6 +31,9 @@ from aiohttp import web
 from tests.fakes.ports import held_port
 from tests.fakes.scores import Weights, next_scores, prompt_scores, weights_of
 from tests.fakes.weight_faults import WeightFault, loads
+
+if TYPE_CHECKING:
+    from tests.fakes.adapters import SGLangAdapters, VLLMAdapters
 
 BODY = web.RequestKey("body", dict)
 ABORT = web.RequestKey("abort", bool)
@@ -55,6 +58,8 @@ class SentRequest:
     is_stream: bool
     scores_prompt: bool = False
     """Whether the log-probabilities of the prompt are wanted."""
+    adapter: str = ""
+    """The adapter that it names."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,6 +70,7 @@ class Job:
     prompt: list[int]
     sampling: dict[str, Any]
     budget: int
+    adapter: str = ""
     key: str = ""
     """Differs from `rid` if another generation has the same id."""
     output: list[int] = field(default_factory=list)
@@ -231,6 +237,11 @@ class ScriptedServer(ABC):
         return self._runner is not None
 
     @property
+    @abstractmethod
+    def adapters(self) -> SGLangAdapters | VLLMAdapters:
+        """Its adapters."""
+
+    @property
     def weights_held(self) -> Weights:
         """The weights that it really has."""
         if self._loaded != self.version:
@@ -250,7 +261,8 @@ class ScriptedServer(ABC):
 
     def entry(self) -> dict[str, Any]:
         """Return the value under which the fake stands in the name registry (role llm_server)."""
-        return {
+        adapters = {"adapters": {}} if self.adapters.max_rank else {}
+        return adapters | {
             "address": self.url,
             "type": "fake",
             "model_path": self.model_path,
@@ -359,6 +371,7 @@ class ScriptedServer(ABC):
             self.version = "default"
             self.paused = None
             self.forget()
+            self.adapters.forget()
             await self._start()
 
     async def __aenter__(self) -> Self:
@@ -464,6 +477,9 @@ class ScriptedServer(ABC):
         refusal = self.refusal(sent)
         if refusal:
             return error_answer(400, refusal)
+        missing = await self.adapters.lacks(sent.adapter) if sent.adapter else None
+        if missing is not None:
+            return missing
         job = self._new_job(sent)
         if request[ABORT]:
             job.abort_message = "Aborted"
@@ -501,6 +517,7 @@ class ScriptedServer(ABC):
             prompt=sent.input_ids,
             sampling=sent.sampling,
             budget=self.budget(sent),
+            adapter=sent.adapter,
             key=key,
         )
 

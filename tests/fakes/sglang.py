@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.fakes.adapters import SGLangAdapters
 from tests.fakes.scripted_server import (
     BODY,
     Handler,
@@ -50,6 +51,11 @@ class FakeSGLang(ScriptedServer):
         self._reported: str | None = None
         """The version in /model_info if it differs from `version` (update without a flush)."""
         self.weights = WeightRoutes(self)
+        self._adapters = SGLangAdapters(self)
+
+    @property
+    def adapters(self) -> SGLangAdapters:
+        return self._adapters
 
     def forget(self) -> None:
         self._updating = False
@@ -68,12 +74,13 @@ class FakeSGLang(ScriptedServer):
             "/continue_generation": self._continue,
             "/flush_cache": self._flush,
         }
-        return own | self.weights.handlers()
+        return own | self.weights.handlers() | self.adapters.handlers()
 
     def gets(self) -> dict[str, Handler]:
         own: dict[str, Handler] = {
             "/ready": self._ready,
             "/v1/loads": self._loads,
+            "/v1/models": self._models,
             "/openapi.json": self._openapi,
         }
         return own | dict.fromkeys(INFO_PATHS, self._info)
@@ -95,9 +102,14 @@ class FakeSGLang(ScriptedServer):
                 "tp_size": 1,
                 "dp_size": 1,
                 "dtype": "float32",
+                "enable_lora": bool(self.adapters.max_rank),
                 "max_req_input_len": self.context_length,
             }
         )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.model_path, "max_model_len": self.context_length}
+        return json_answer({"object": "list", "data": [model, *self.adapters.models()]})
 
     async def _loads(self, request: web.Request) -> web.Response:
         now = self.load()
@@ -119,6 +131,7 @@ class FakeSGLang(ScriptedServer):
             sampling=body.get("sampling_params") or {},
             is_stream=bool(body.get("stream")),
             scores_prompt=body.get("logprob_start_len") == 0,
+            adapter=body.get("lora_path") or "",
         )
 
     def refusal(self, sent: SentRequest) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.fakes.adapters import VLLMAdapters
 from tests.fakes.scripted_server import (
     BODY,
     Handler,
@@ -71,7 +72,12 @@ class FakeVLLM(ScriptedServer):
         self.broken_tokens = 0
         """Tokens sampled from incomplete weights; each one ends the server."""
         self.weights = VLLMWeights(self)
+        self._adapters = VLLMAdapters(self)
         self.start_id = ""
+
+    @property
+    def adapters(self) -> VLLMAdapters:
+        return self._adapters
 
     def forget(self) -> None:
         self.weights.forget()
@@ -85,7 +91,7 @@ class FakeVLLM(ScriptedServer):
         return super().entry() | {"protocol": "vllm"}
 
     def posts(self) -> dict[str, Handler]:
-        always: dict[str, Handler] = {"/inference/v1/abort_requests": self._abort}
+        always = self.adapters.handlers() | {"/inference/v1/abort_requests": self._abort}
         with_dev_mode: dict[str, Handler] = {
             "/abort_requests": self._abort,
             "/pause": self._pause,
@@ -129,7 +135,7 @@ class FakeVLLM(ScriptedServer):
             "root": self.model_path,
             "max_model_len": self.context_length,
         }
-        return json_answer({"object": "list", "data": [model]})
+        return json_answer({"object": "list", "data": [model, *self.adapters.models()]})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return json_answer({"weight_version": self.version})
@@ -147,8 +153,13 @@ class FakeVLLM(ScriptedServer):
             "instance_id": self.start_id,
             "model_config": model_config,
             "device_config": {"device": self.device},
+            "lora_config": None,
         }
-        return json_answer({"vllm_config": config})
+        has_adapters = bool(self.adapters.max_rank)
+        if has_adapters:
+            config["lora_config"] = {"max_lora_rank": self.adapters.max_rank}
+        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": has_adapters}
+        return json_answer({"vllm_config": config, "vllm_env": environment})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         load = self.load()
@@ -187,6 +198,7 @@ class FakeVLLM(ScriptedServer):
             },
             is_stream=bool(body.get("stream")),
             scores_prompt=parameters.get("prompt_logprobs") is not None,
+            adapter=body.get("model") or "",
         )
 
     def refusal(self, sent: SentRequest) -> str | None:
@@ -225,7 +237,7 @@ class FakeVLLM(ScriptedServer):
             self.broken_tokens += 1
             await self.die()
         if not job.output:
-            self.stale_prefix_hits += self.weights.uses_stale_prefix(job.prompt)
+            self.stale_prefix_hits += self.weights.uses_stale_prefix(job.prompt, job.adapter)
         return await super().sample(job)
 
     def whole_answer(self, job: Job) -> dict[str, Any]:

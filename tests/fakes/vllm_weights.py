@@ -55,7 +55,7 @@ class VLLMWeights:
         self.checked: Body | None = None
         """The arguments of the check of the next update."""
         self.missing_names = set[str]()
-        self._prefixes: dict[tuple[int, ...], str] = {}
+        self._prefixes: dict[tuple[str | int, ...], str] = {}
         """The weights that computed each cached prompt."""
         folder = Path(self.fake.model_path)
         self._served: ServedCheckpoint | None = None
@@ -124,9 +124,15 @@ class VLLMWeights:
             self.needs_restart = True
             self.obstacle = f"a weight update failed ({reason}); restart the server"
 
-    def uses_stale_prefix(self, prompt: list[int]) -> bool:
-        """Return whether the cache has a prompt of other weights; add the prompt to the cache."""
-        return self._prefixes.setdefault(tuple(prompt), self.content) != self.content
+    def uses_stale_prefix(self, prompt: list[int], adapter: str) -> bool:
+        """Return whether the cache has a prompt of other weights; add the prompt to the cache.
+
+        The key has the name and the folder of the adapter, but not what is in the folder.
+        """
+        adapters = self.fake.adapters
+        key = (adapter, adapters.path_of_name.get(adapter, ""), *prompt)
+        content = self.content + adapters.content_of_name.get(adapter, "")
+        return self._prefixes.setdefault(key, content) != content
 
     def drop_prefixes(self) -> None:
         """Empty the prefix cache."""

@@ -184,6 +184,7 @@ class ExternalServers:
                     "architectures": description.architectures,
                     "context_length": description.context_length,
                     "dtype": description.dtype,
+                    **description.adapters,
                     "version": description.version,
                     "host": address.rpartition(":")[0],
                     "pid": description.start_id,

@@ -30,7 +30,9 @@ from arealite.api.server_protocol import (
     ServerAnswer,
     ServerDescription,
     ServerProtocol,
+    adapter_of,
     part_of_entry,
+    version_text,
 )
 from arealite.base import log
 from arealite.base.errors import UserError
@@ -297,23 +299,25 @@ class SelfCheck:
         protocol: ServerProtocol = part_of_entry("server_protocol", server)()
         sampling = SamplingConfig(temperature=self.temperature, max_new_tokens=num_new)
 
-        def generate(index: int) -> ServerAnswer:
+        def generate(index: int, adapter: str) -> ServerAnswer:
             request = GenerateRequest(
                 rid=f"self-check-{self.version}-{index}~",
                 input_ids=prompts[index],
                 sampling=sampling,
                 ignore_eos=True,
+                adapter=adapter,
             )
             raw = self._request(server, protocol.generate_path, protocol.encode_request(request))
             return protocol.decode_answer(raw)
 
         try:
             version = protocol.read_version(self._request(server, protocol.version_path))
-            if str(version) != str(self.version):
+            if version_text(version) != str(self.version):
                 return None  # the publisher gives it no traffic
             description = self._describe(server, protocol)
             with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = [*pool.map(generate, range(len(prompts)))]
+                adapters = [adapter_of(version)] * len(prompts)
+                answers = [*pool.map(generate, range(len(prompts)), adapters)]
         except (OSError, HTTPException, ValueError) as error:
             self.outcomes[name] = f"{SKIPPED}: {error!r}"
             return None

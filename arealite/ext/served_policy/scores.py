@@ -15,7 +15,7 @@ import numpy as np
 
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import Generate
-from arealite.api.server_protocol import GenerateRequest, TopRow
+from arealite.api.server_protocol import GenerateRequest, TopRow, version_text
 from arealite.ext.self_check.difference_reasons import (
     MARGINS,
     MIXTURE_MARGINS,
@@ -90,7 +90,7 @@ async def read_scores(generate: Generate, row: list[int], version: int | None) -
     for answer in (scored, continued):
         if not answer.output_ids:
             raise NotComparable("an update or another client has aborted the request")
-        if version is not None and str(answer.newest_version) != str(version):
+        if version is not None and version_text(answer.newest_version) != str(version):
             raise NotComparable(f"it answered under version {answer.newest_version}")
     if not scored.prompt_logprobs:
         raise NotComparable(NO_SCORES)

@@ -15,6 +15,11 @@ class ServerProcessOptions(ServerOptions):
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda if the host has a GPU")
     tp: int = opt(1, "tensor parallelism: devices of one copy of the model", at_least=1)
     dp: int = opt(1, "data parallelism: copies in one server", at_least=1)
+    adapter_rank: int = opt(
+        0,
+        "largest rank of adapters that servers load while they run; 0: they load none",
+        at_least=0,
+    )
     extra_args: list[str] = sub(list, "further arguments of the server's program")
     start_timeout_s: float = opt(600.0, "timeout of a server's start", above=0)
     silence_s: float = opt(30.0, "kill and restart a server that is silent this long", above=0)

@@ -271,6 +271,7 @@ class ServerProcess(Supervisor):
                 **self.launch.metadata,
                 "context_length": description.context_length,
                 "dtype": description.dtype,
+                **description.adapters,
                 "pid": self.children[0].pid,
             }
             for path in self.launch.program.warm_up_paths:

@@ -15,6 +15,10 @@ class SGLangServerConfig(ServerProcessOptions):
     python: str | None = opt(None, "path of a Python with sglang; null: this one")
     dp: int = opt(1, "data parallelism: copies in one server; disk publisher only", at_least=1)
     extra_args: list[str] = sub(list, "further arguments of sglang.launch_server")
+    adapter_targets: list[str] = sub(
+        lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "layers that may have an adapter, if adapter_rank > 0",
+    )
     mem_fraction: float | None = opt(
         None, "share of GPU memory for weights and KV; null: SGLang's default", above=0, below=1
     )

@@ -44,4 +44,11 @@ def read_capabilities(spec: Json, info: Json, meta: Json) -> Capabilities:
         distributed=has_group_routes,
         tp=int(info.get("tp_size") or 1),
         dp=int(info.get("dp_size") or 1),
+        names_adapters=serves_adapters(info) and "/update_weight_version" in paths,
     )
+
+
+def serves_adapters(info: Json) -> bool:
+    """Return whether SGLang loads LoRA adapters while it runs; `info`: answer of /server_info."""
+    has_one_copy = info.get("dp_size", 1) == 1  # SGLang's replicas refuse the route
+    return bool(info.get("enable_lora")) and has_one_copy

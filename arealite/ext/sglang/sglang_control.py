@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import Shapes
+from arealite.ext.server_processes.named_adapters import AdapterControl, Post
 from arealite.ext.sglang.sglang_capabilities import read_capabilities
-from arealite.impl.publisher.control import Capabilities, ServerControl, WeightGroup
+from arealite.impl.publisher.control import Capabilities, WeightGroup
 
 logger = log.get(__name__)
 
@@ -23,9 +24,12 @@ ONE_TOKEN = {
 
 
 @dataclass(eq=False, kw_only=True)
-class SGLangControl(ServerControl):
+class SGLangControl(AdapterControl):
     """One SGLang server or embedded server."""
 
+    load_adapter_path = "/load_lora_adapter"
+    unload_adapter_path = "/unload_lora_adapter"
+    abort_all: ClassVar[Post] = ("/abort_request", {"abort_all": True})
     is_open: bool = False
     """A weight-update session is open."""
     _session_reset: bool = False

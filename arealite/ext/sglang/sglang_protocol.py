@@ -23,6 +23,7 @@ from arealite.api.server_protocol import (
     mismatch,
 )
 from arealite.ext.sglang.sglang_api import context_length, total_load
+from arealite.ext.sglang.sglang_capabilities import serves_adapters
 
 STREAM_INTERVAL = 8
 """Tokens per event of a stream after the first one. SGLang repeats all tokens in each event, unless
@@ -166,7 +167,8 @@ class SGLangProtocol(ServerProtocol):
         )
 
     def lacks_adapter(self, status: int, raw: bytes) -> bool:
-        return status == 400 and b"lora_path: no adapter" in raw
+        is_embedded_text = b"lora_path: no adapter" in raw
+        return status == 400 and (is_embedded_text or b"LoRA adapter" in raw)
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": rid}
@@ -193,6 +195,7 @@ class SGLangProtocol(ServerProtocol):
             start_id=_start_id(server_info),
             dtype=server_info.get("dtype"),
             quantization=server_info.get("quantization"),
+            serves_adapters=serves_adapters(server_info),
         )
 
     def read_version(self, raw: bytes) -> str | int | None:

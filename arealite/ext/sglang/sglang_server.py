@@ -1,8 +1,15 @@
 """SGLang servers of this host: command line, environment, and the script that starts SGLang."""
 
 import os
+from pathlib import Path
 
-from arealite.ext.server_processes.server_group import ServerGroup, model_folder
+from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.server_protocol import Json
+from arealite.base.errors import UserError
+from arealite.base.model_folder import read_shapes
+from arealite.ext.models.adapter_folder import adapted
+from arealite.ext.server_processes.sent_adapters import sent_adapter
+from arealite.ext.server_processes.server_group import ProbedPython, ServerGroup, model_folder
 from arealite.ext.server_processes.server_process import ServerProgram
 from arealite.system.names.name_registry import SECRET_FILE, NameRegistry
 
@@ -28,6 +35,13 @@ CPU_ARGUMENTS = {
 }
 CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
 """No warm-up: its prompt is an English sentence, which a small tokenizer may not encode."""
+
+ADAPTED = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj")
+)
+"""Linear layers for which SGLang has adapters. It has more, which were not tried."""
+ADAPTERS_OF_BATCH = 3
+"""The adapters of two versions, and requests without an adapter."""
 
 BOOT = """
 import hmac, runpy, sys
@@ -71,6 +85,17 @@ class SGLangServer(ServerGroup):
 
     program = SGLANG
 
+    def check(self, python: ProbedPython, model: Json, *, is_cpu: bool) -> None:
+        """Check that SGLang has adapters for the configured layers."""
+        options = self.options
+        unknown_targets = {*options.adapter_targets} - ADAPTED
+        if options.adapter_rank and (unknown_targets or options.dp > 1):
+            raise UserError(
+                f"llm_server.sglang.adapter_rank={options.adapter_rank}: "
+                f"SGLang loads adapters only with dp=1, and on {', '.join(sorted(ADAPTED))}. "
+                "Set llm_server.sglang.adapter_rank=0 for servers that get merged weights."
+            )
+
     def environment(self, devices: str | None) -> dict[str, str]:
         """Return a server's environment variables; those of this process have precedence."""
         if devices is None:
@@ -96,6 +121,12 @@ class SGLangServer(ServerGroup):
             "--log-level-http": "warning",  # else each health request writes a line
             "--random-seed": config.seed + index,
         }
+        if self.options.adapter_rank:
+            configured |= {
+                "--max-lora-rank": self.options.adapter_rank,
+                "--max-loras-per-batch": ADAPTERS_OF_BATCH,
+                "--lora-backend": "torch_native" if is_cpu else None,
+            }
         flags: dict[str, object] = dict(CPU_ARGUMENTS) if is_cpu else {}
         for flag, argument in configured.items():
             if argument is not None:
@@ -104,8 +135,29 @@ class SGLangServer(ServerGroup):
         for flag, argument in flags.items():
             words += [flag, str(argument)]
         switches = CPU_SWITCHES if is_cpu else []
+        if self.options.adapter_rank:
+            targets = self.options.adapter_targets
+            switches = [*switches, "--enable-lora", "--lora-target-modules", *targets]
         start = ["-m", "sglang.launch_server"]
         registry = NameRegistry.of(config)
         if registry.secret is not None:
             start = ["-c", BOOT, str(registry.root / SECRET_FILE)]
         return [python, *start, *words, *switches, *self.options.extra_args]
+
+
+def adapter_options(config: ExperimentConfig) -> dict[str, object]:
+    """Return the options with which servers load the run's adapter; {} if they cannot.
+
+    Hook `server_options`.
+    """
+    lora = sent_adapter(config)
+    if lora is None:
+        return {}
+    layers = adapted(read_shapes(Path(config.model.path).expanduser()), lora.targets)
+    targets = {name.rpartition(".")[2] for name, is_adapted in layers.items() if is_adapted}
+    if not targets <= ADAPTED:
+        return {}
+    return {
+        "llm_server.sglang.adapter_rank": lora.rank,
+        "llm_server.sglang.adapter_targets": sorted(targets),
+    }

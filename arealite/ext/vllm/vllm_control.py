@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import Shapes, read_json
+from arealite.ext.server_processes.named_adapters import AdapterControl, Post
 from arealite.ext.vllm.vllm_protocol import INFO_PATH, NEEDS_RESTART
 from arealite.impl.publisher.control import (
     Capabilities,
-    ServerControl,
     ServerRefusal,
     WeightGroup,
 )
@@ -37,9 +37,12 @@ ONE_TOKEN = {
 
 
 @dataclass(eq=False, kw_only=True)
-class VLLMControl(ServerControl):
+class VLLMControl(AdapterControl):
     """One vLLM server."""
 
+    load_adapter_path = "/v1/load_lora_adapter"
+    unload_adapter_path = "/v1/unload_lora_adapter"
+    abort_all: ClassVar[Post] = ("/abort_requests", {})
     has_our_modules: bool = False
     """Whether the server checks weights before it changes the model."""
 
@@ -76,6 +79,7 @@ class VLLMControl(ServerControl):
             distributed=self.has_our_modules,
             tp=tp,
             dp=1,
+            names_adapters=self.serves_adapters,
         )
 
     async def send_pause(self, mode: str) -> None:

@@ -49,6 +49,8 @@ class VLLMRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] | msgspec.Raw
     sampling_params: dict[str, object]
     stream: bool = False
+    model: str = ""
+    """Name of the adapter; "": the base model."""
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
@@ -140,6 +142,7 @@ class VLLMProtocol(ServerProtocol):
             token_ids=request.input_ids,
             sampling_params=sampling_params,
             stream=request.is_stream,
+            model=request.adapter,
         )
         return encode_body(body)
 
@@ -169,6 +172,9 @@ class VLLMProtocol(ServerProtocol):
                 for place in places
             ],
         )
+
+    def lacks_adapter(self, status: int, raw: bytes) -> bool:
+        return status == 404
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
         return "/inference/v1/abort_requests", {"request_ids": [ID_PREFIX + rid]}
@@ -207,6 +213,7 @@ class VLLMProtocol(ServerProtocol):
             start_id=config.get("instance_id"),
             dtype=str(model_config.get("dtype") or "").removeprefix("torch."),
             quantization=model_config.get("quantization"),
+            serves_adapters=_serves_adapters(answers[INFO_PATH]),
         )
 
     def read_version(self, raw: bytes) -> str | int | None:
@@ -227,6 +234,12 @@ def _first_model(models: Json) -> Json:
     data = models.get("data")
     model = data[0] if isinstance(data, list) and data else {}
     return model if isinstance(model, dict) else {}
+
+
+def _serves_adapters(info: Json) -> bool:
+    """Return whether vLLM loads LoRA adapters while it runs."""
+    has_route: object = (info.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+    return bool(has_route) and info["vllm_config"].get("lora_config") is not None
 
 
 def _logprobs(choice: OutputChoice, output_ids: list[int]) -> list[float]:

@@ -6,11 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from arealite.api.experiment_config import ServerConfig
+from arealite.api.experiment_config import ExperimentConfig, ServerConfig
 from arealite.api.llm import MAX_TOP
 from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.base.model_folder import text_part
+from arealite.ext.server_processes.sent_adapters import sent_adapter
 from arealite.ext.server_processes.server_group import ProbedPython, ServerGroup, model_folder
 from arealite.ext.server_processes.server_process import ServerProgram
 from arealite.ext.vllm.vllm_control import ONE_TOKEN
@@ -40,6 +41,10 @@ REQUIRED_ARGUMENTS = [
 """Arguments that a run needs. They follow the user's: vLLM uses the last of equal arguments, and
 the last middleware runs first."""
 CPU_HEAD_SIZES = frozenset((32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512))
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The numbers that vLLM takes as the largest rank of adapters."""
+ADAPTERS_OF_BATCH = 2
+"""The adapters of two versions."""
 MAX_SOCKET_FOLDER = 60
 """Characters; the limit of a Unix socket's path is 107, and vLLM's names have 36."""
 
@@ -86,6 +91,12 @@ class VLLMServer(ServerGroup):
                 f"llm_server.vllm.dp={self.options.dp}: one server has one copy of the model. "
                 "Set llm_server.vllm.num_servers instead."
             )
+        if self.options.adapter_rank > ADAPTER_RANKS[-1]:
+            raise UserError(
+                f"llm_server.vllm.adapter_rank={self.options.adapter_rank} is above "
+                f"{ADAPTER_RANKS[-1]}, the largest rank of vLLM. "
+                "Set llm_server.vllm.adapter_rank=0 for servers that get merged weights."
+            )
         if not is_cpu:
             return
         if "cpu" not in version and sys.platform == "linux":
@@ -115,6 +126,8 @@ class VLLMServer(ServerGroup):
             ),
             SECRET_VARIABLE: str(registry.root / SECRET_FILE) if registry.secret else "",
         }
+        if self.options.adapter_rank:
+            required["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if devices is None:
             required["VLLM_CPU_KVCACHE_SPACE"] = str(self.options.kv_cache_gb)
             if self.options.enforce_eager is not False:
@@ -143,6 +156,10 @@ class VLLMServer(ServerGroup):
         words = [
             f"{flag}={argument}" for flag, argument in configured.items() if argument is not None
         ]
+        if options.adapter_rank:
+            ranks = [rank for rank in ADAPTER_RANKS if rank >= options.adapter_rank]
+            words += ["--enable-lora", f"--max-lora-rank={ranks[0]}"]
+            words.append(f"--max-loras={ADAPTERS_OF_BATCH}")
         words.append("--disable-uvicorn-access-log")  # else each health request writes a line
         is_eager = options.enforce_eager
         if is_eager or (is_eager is None and is_cpu):
@@ -157,6 +174,17 @@ class VLLMServer(ServerGroup):
             f"--port={port}",
             *REQUIRED_ARGUMENTS,
         ]
+
+
+def adapter_options(config: ExperimentConfig) -> dict[str, object]:
+    """Return the options with which servers load the run's adapter; {} if they cannot.
+
+    Hook `server_options`.
+    """
+    lora = sent_adapter(config)
+    if lora is None or lora.rank > ADAPTER_RANKS[-1]:
+        return {}
+    return {"llm_server.vllm.adapter_rank": lora.rank}
 
 
 def head_size(model: Json) -> int | None:

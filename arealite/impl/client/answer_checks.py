@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from arealite.api.llm import LLMRequest, SamplingConfig
-from arealite.api.server_protocol import ServerAnswer, ServerProtocol
+from arealite.api.server_protocol import ServerAnswer, adapter_of, version_text
 from arealite.base.errors import (
     ContextOverflow,
     GenerationRefused,
@@ -52,25 +52,37 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
 
 @lru_cache(maxsize=4096)
 def parse_version(label: str | int | None) -> int:
-    """Return a policy version; a label that is no integer ("default": never updated) is version 0.
+    """Return a policy version; a label without one ("default": never updated) is version 0.
 
     None is version 0, too.
     """
     try:
-        return int(label or 0)
+        return int(version_text(label or 0))
     except ValueError:
         return 0
 
 
-def token_versions(answer: ServerAnswer, acknowledged: int) -> list[int]:
-    """Return the policy version of each output token; `acknowledged` where there are no spans.
+def token_versions(answer: ServerAnswer, acknowledged: int, *, adapter: str = "") -> list[int]:
+    """Return the policy version of each output token.
+
+    Without spans, all tokens get the version acknowledged before sending, or the version of the
+    answer if that is lower: then the server restarted in between.
+
+    Args:
+        answer: The answer.
+        acknowledged: The version that the server had reported.
+        adapter: The adapter that the request named, which is this version; "" for none.
 
     Raises:
         InvariantError: the spans do not cover the output.
     """
     num_tokens = len(answer.output_ids)
-    if not answer.spans:
+    if adapter:
         return [acknowledged] * num_tokens
+    if not answer.spans:
+        newest = answer.newest_version
+        version = acknowledged if newest is None else min(acknowledged, parse_version(newest))
+        return [version] * num_tokens
     versions: list[int] = []
     for span in answer.spans:
         if span.start == len(versions):
@@ -81,6 +93,22 @@ def token_versions(answer: ServerAnswer, acknowledged: int) -> list[int]:
             f"weight_versions {answer.spans} do not cover an output of {num_tokens} tokens"
         )
     return versions
+
+
+def has_other_weights(answer: ServerAnswer, adapter: str) -> bool:
+    """Return whether a server sampled from other weights than its version label says.
+
+    Its label changed while the request was sent. An adapter belongs to the base weights, and a
+    label without an adapter to whole weights.
+
+    Args:
+        answer: The answer.
+        adapter: The adapter that the request named; "" for none.
+    """
+    labels = [span.version for span in answer.spans]
+    if answer.newest_version is not None:
+        labels.append(answer.newest_version)
+    return any(bool(adapter_of(label)) != bool(adapter) for label in labels)
 
 
 def routing(answer: ServerAnswer, experts: Experts, tokens: int) -> bytes:
@@ -125,13 +153,16 @@ def prompt_logprobs(answer: ServerAnswer, request: LLMRequest) -> list[float]:
     return logprobs
 
 
-def check_stream(request: LLMRequest, answer: ServerAnswer, protocol: ServerProtocol) -> None:
+def check_stream(request: LLMRequest, answer: ServerAnswer, *, is_withheld: bool) -> None:
     """Check that tokens of a stream, which the caller has already, can be in the response.
+
+    Args:
+        is_withheld: Whether the caller did not get the tokens.
 
     Raises:
         ServerUnavailable: their versions are unknown or too old.
     """
-    if request.on_tokens is None or protocol.streams_versions or not answer.output_ids:
+    if request.on_tokens is None or is_withheld or not answer.output_ids:
         return
     raise ServerUnavailable(
         f"{request.request_id}: a server streamed {len(answer.output_ids)} tokens "

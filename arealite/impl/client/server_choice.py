@@ -7,7 +7,8 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from arealite.api.server_protocol import ServerProtocol
+from arealite.api.server_protocol import ServerProtocol, adapter_name, adapter_of
+from arealite.impl.client.answer_checks import parse_version
 from arealite.impl.http_client import ServerEndpoint
 from arealite.system.health.waits import Wait
 
@@ -26,6 +27,8 @@ class LLMServerState:
     """Newest policy version in its registry entry or in one of its answers."""
     adapter_versions: dict[str, int] = field(default_factory=dict[str, int])
     """The newest version of each adapter that requests may name."""
+    serves_adapter: bool = False
+    """Whether this version is an adapter, which requests must name."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Sent with every request: the bearer token."""
     vocab_size: int | None = None
@@ -50,12 +53,18 @@ class LLMServerState:
         """Return the newest version of an adapter, or of the policy; -1: no such adapter."""
         return self.adapter_versions.get(adapter, -1) if adapter else self.version
 
-    def set_version(self, adapter: str, version: int) -> None:
-        """Set the newest version of an adapter, or of the policy."""
+    @property
+    def policy_adapter(self) -> str:
+        """The adapter that requests which name none must name; "" for none."""
+        return adapter_name(self.version) if self.serves_adapter else ""
+
+    def set_label(self, label: str | int | None, adapter: str = "") -> None:
+        """Set the version that the server reports of the policy, or of an adapter."""
         if adapter:
-            self.adapter_versions[adapter] = version
-        else:
-            self.version = version
+            self.adapter_versions[adapter] = parse_version(label)
+            return
+        self.version = parse_version(label)
+        self.serves_adapter = bool(adapter_of(label))
 
     def can_sample(self, min_version: int, adapter: str = "") -> bool:
         """Return whether the server is reachable and holds `min_version` or a newer version."""

@@ -14,6 +14,7 @@ import msgspec
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
+from arealite.api.llm_server import UNTRUSTED
 from arealite.api.server_protocol import (
     SERVER_START_S,
     AnswerStream,
@@ -65,6 +66,9 @@ class GenerationState:
     """Consecutive attempts without a new token."""
     errors: int = 0
     failed_at: LLMServerState | None = None
+    policy_adapter: str = ""
+    """The adapter that the last attempt named for the policy; "": none, or the request names
+    one."""
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -227,6 +231,8 @@ class ServersClient(LLMClient):
         stream = None
         if request.on_tokens is not None:
             stream = self._stream_makers[-1](request, server.protocol)
+        generation.policy_adapter = "" if request.adapter else server.policy_adapter
+        attempt_adapter = request.adapter or generation.policy_adapter
         body = self._encode_body(generation, server, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
@@ -249,8 +255,9 @@ class ServersClient(LLMClient):
                 return server.protocol.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
-        elif request.adapter and server.protocol.lacks_adapter(status, raw):
-            self._expect_new_entry(server, request.adapter, -1)  # it was restarted
+        elif attempt_adapter and server.protocol.lacks_adapter(status, raw):
+            # It has a newer version, or was restarted.
+            self._expect_new_entry(server, UNTRUSTED, request.adapter)
             return None
         else:
             message = error_message(status, raw)
@@ -271,7 +278,8 @@ class ServersClient(LLMClient):
         if stream is None or stream.answer is None:
             return None
         if not stream.answer.spans:
-            answer_checks.check_stream(generation.request, stream.answer, server.protocol)
+            is_withheld = server.protocol.streams_versions
+            answer_checks.check_stream(generation.request, stream.answer, is_withheld=is_withheld)
         return stream.answer
 
     def _encode_body(
@@ -299,7 +307,7 @@ class ServersClient(LLMClient):
             with_routing=self._experts is not None,
             routing_start=request.routing_start,
             scores_prompt=request.scores_prompt,
-            adapter=request.adapter,
+            adapter=request.adapter or generation.policy_adapter,
             seed=request.seed,
         )
         return server.protocol.encode_request(attempt)
@@ -360,16 +368,16 @@ class ServersClient(LLMClient):
         newest = acknowledged
         if answer.newest_version is not None:
             newest = answer_checks.parse_version(answer.newest_version)
-        # Without spans all tokens get the version acknowledged before sending, or the version of
-        # the answer if that is lower: then the server restarted in between.
-        versions = answer_checks.token_versions(answer, min(acknowledged, newest))
-        adapter = generation.request.adapter
-        if min(versions, default=newest) < generation.request.min_version:
-            # It restarted with old weights after its entry was renewed.
-            self._expect_new_entry(server, adapter, newest)
-            answer_checks.check_stream(generation.request, answer, server.protocol)
+        versions = answer_checks.token_versions(
+            answer,
+            acknowledged,
+            adapter=generation.policy_adapter,
+        )
+        if self._is_stale(generation, server, answer, min(versions, default=newest)):
             return None
-        server.set_version(adapter, max(server.version_of(adapter), newest))
+        adapter = generation.request.adapter
+        if newest > server.version_of(adapter):
+            server.set_label(answer.newest_version, adapter)
         sampling = generation.request.sampling
         if sampling.top_logprobs:
             record = top_tokens.top_record(answer, sampling, server.vocab_size)
@@ -400,9 +408,38 @@ class ServersClient(LLMClient):
             self._eos,
         )
 
-    def _expect_new_entry(self, server: LLMServerState, adapter: str, version: int) -> None:
-        """Set the version of a server, and ignore its entry until it is renewed."""
-        server.set_version(adapter, version)
+    def _is_stale(
+        self,
+        generation: GenerationState,
+        server: LLMServerState,
+        answer: ServerAnswer,
+        oldest: int,
+    ) -> bool:
+        """Return whether an answer must be dropped, and then expect a new entry of the server.
+
+        It restarted with old weights after its entry was renewed, or got weights of another kind
+        while the request was sent.
+
+        Args:
+            oldest: The oldest version of a token.
+
+        Raises:
+            ServerUnavailable: The caller has the tokens already.
+        """
+        has_other_weights = answer_checks.has_other_weights(answer, generation.policy_adapter)
+        if oldest >= generation.request.min_version and not has_other_weights:
+            return False
+        adapter = generation.request.adapter
+        self._expect_new_entry(server, answer.newest_version, adapter)
+        is_withheld = server.protocol.streams_versions and not has_other_weights
+        answer_checks.check_stream(generation.request, answer, is_withheld=is_withheld)
+        return True
+
+    def _expect_new_entry(
+        self, server: LLMServerState, label: str | int | None, adapter: str = ""
+    ) -> None:
+        """Set a version of a server, and ignore its entry until it is renewed."""
+        server.set_label(label, adapter)
         server.mark_entry_stale()
         self._stats["stale_answers"] += 1
         self._directory.request_refresh()

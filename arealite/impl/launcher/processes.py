@@ -27,6 +27,7 @@ from arealite.base.exit_record import ERROR, ExitRecord
 from arealite.base.signals import ignore_other_stops, kill_with_parent
 
 if TYPE_CHECKING:
+    from arealite.api.hooks import ServerOverrides
     from arealite.api.launcher_hooks import ExitReason
 
 PARENT = "AREALITE_PARENT"
@@ -369,7 +370,7 @@ def server_gpus(
 
 def server_overrides(config: ExperimentConfig) -> list[str]:
     """Return the overrides with which serve-llm serves this experiment."""
-    overrides = {
+    overrides: dict[str, object] = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,
         "seed": config.seed,
@@ -379,6 +380,9 @@ def server_overrides(config: ExperimentConfig) -> list[str]:
     }
     for option in fields(config.cluster):
         overrides[f"cluster.{option.name}"] = getattr(config.cluster, option.name)
+    hooks: list[ServerOverrides] = entries.hooks("server_options")
+    for server_options in hooks:
+        overrides |= server_options(config)
     arguments = [f"{option}={json.dumps(setting)}" for option, setting in overrides.items()]
     return [*arguments, *config.launcher.server_args]
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from arealite.api.server_protocol import (
     GenerateRequest,
     ServerAnswer,
     ServerProtocol,
+    adapter_of,
     part_of_entry,
+    version_text,
 )
 from arealite.base import log
 from arealite.base.errors import RoleError
@@ -60,6 +62,8 @@ class Capabilities:
     distributed: bool
     tp: int
     dp: int
+    names_adapters: bool = False
+    """The server loads an adapter beside generation, and requests name it."""
 
     def pause_mode(self, mode: str) -> str:
         """Return `mode`, or abort if the server cannot split an answer into versions.
@@ -97,7 +101,9 @@ class ServerControl(ABC):
     folder: str = ""
     """The folder of its model; "" if the name entry has none."""
     serves_adapters: bool = False
-    """Whether `load_folder` also takes an adapter of `folder`."""
+    """Whether it takes adapters of `folder`, and has refused none."""
+    adapter: str = ""
+    """The adapter that requests must name, which is also the version label; "": none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Sent with every request: the bearer token."""
     confirmed_version: int | None = None
@@ -177,7 +183,18 @@ class ServerControl(ABC):
 
     @abstractmethod
     async def load_folder(self, folder: Path, version: int) -> None:
-        """Load a version: a Hugging Face folder, or an adapter if `serves_adapters`."""
+        """Load a version from a Hugging Face folder."""
+
+    def takes_adapter(self, config: Mapping[str, object]) -> bool:
+        """Return whether `load_adapter` takes an adapter with this adapter_config.json."""
+        return self.serves_adapters
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Load a version that is an adapter of `folder`.
+
+        The server is not paused before if it has the capability `names_adapters`.
+        """
+        await self.load_folder(folder, version)
 
     @abstractmethod
     async def join_group(self, group: WeightGroup, rank_offset: int) -> None:
@@ -238,6 +255,7 @@ class ServerControl(ABC):
         """Pause in `mode`, or in mode abort if the server does not support `mode`."""
         self._pause_began = time.perf_counter()
         self.is_paused = True
+        self.adapter = ""
         await self.send_pause(self.can.pause_mode(mode))
         self._pause_ended = time.perf_counter()
 
@@ -252,7 +270,7 @@ class ServerControl(ABC):
         await self.resume()
         continued = time.perf_counter()
         confirmed = await self.version()
-        if confirmed != str(version):
+        if confirmed != (self.adapter or str(version)):
             raise RoleError(f"{self.address} holds version {confirmed}, not {version}")
         self.confirmed_version = version
         self.error = None
@@ -287,7 +305,8 @@ class ServerControl(ABC):
 
     async def generate(self, request: GenerateRequest) -> ServerAnswer:
         """Return the answer to a request for tokens."""
-        body = msgspec.Raw(self.protocol.encode_request(request))
+        named = replace(request, adapter=self.adapter)
+        body = msgspec.Raw(self.protocol.encode_request(named))
         path = self.protocol.generate_path
         status, answer = await self.request(path, body, is_slow=True)
         return self.protocol.decode_answer(self.checked(path, status, answer).encode())
@@ -302,12 +321,12 @@ class ServerControl(ABC):
         """
         if self.confirmed_version != version:
             return False
-        if not verify or self.listed_version == str(version):
+        if not verify or version_text(self.listed_version) == str(version):
             return True
-        return await self.version() == str(version)
+        return version_text(await self.version()) == str(version)
 
     async def version(self) -> str | None:
-        """Return the version that the server reports; None if it reports none."""
+        """Return the version label that the server reports; None if it reports none."""
         with self.time_limit("model info", self.status_s):
             answer = await self.request_ok(self.protocol.version_path)
             version = self.protocol.read_version(answer.encode())
@@ -412,4 +431,9 @@ def control_of(entry: Mapping[str, Any], **fields: Any) -> ServerControl:
     """
     control_type: type[ServerControl] = part_of_entry("server_control", entry)
     protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
-    return control_type(address=str(entry["address"]), protocol=protocol, **fields)
+    return control_type(
+        address=str(entry["address"]),
+        protocol=protocol,
+        adapter=adapter_of(entry.get("version")),
+        **fields,
+    )

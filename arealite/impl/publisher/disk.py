@@ -16,15 +16,18 @@ from safetensors.torch import save_file
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport
+from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.files import make_locked
 from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import read_shapes
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
-from arealite.impl.publisher.control import ServerControl
-from arealite.impl.publisher.servers import PartialUpdate, ServersPublisher, ServersUpdate
+from arealite.impl.publisher.control import ServerControl, ServerRefusal
+from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
 from arealite.system.names.name_registry import Entry
+
+logger = log.get(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -118,7 +121,8 @@ class DiskPublisher(ServersPublisher):
         return self._is_adapter(self.newest) and not all(map(self._serves_adapter, servers))
 
     def _serves_adapter(self, server: ServerControl) -> bool:
-        return server.serves_adapters and Path(server.folder).resolve() == self.model_path.resolve()
+        is_base = Path(server.folder).resolve() == self.model_path.resolve()
+        return is_base and server.takes_adapter(self._adapter_config or {})
 
     def _is_adapter(self, version: int | None) -> bool:
         """Return whether a staged version is an adapter alone."""
@@ -146,20 +150,31 @@ class DiskPublisher(ServersPublisher):
 
     async def update_server(self, server: ServerControl, version: int) -> None:
         folder = self._folder_of(version)  # `stage` may write the next version meanwhile
-        if self._is_adapter(version) and not self._serves_adapter(server):
+        is_adapter = self._is_adapter(version)
+        if is_adapter and not self._serves_adapter(server):
             raise RoleError(f"{server.id} needs whole weights, which the trainer sends next")
 
         async def load(server: ServerControl) -> None:
-            await server.load_folder(folder, version)
+            if not is_adapter:
+                await server.load_folder(folder, version)
+                return
+            try:
+                await server.load_adapter(folder, version)
+            except ServerRefusal as error:
+                server.serves_adapters = False  # it may load whole weights
+                logger.warning(
+                    "adapter refused: all servers get merged weights",
+                    server=server.id,
+                    error=str(error),
+                )
+                raise
 
         update = ServersUpdate(self, [server], version)
-        await update.pause()
-        try:
-            await update.send(load)
-        except PartialUpdate:
-            if self._is_adapter(version):
-                server.serves_adapters = False  # it may load whole weights
-            raise
+        if is_adapter and server.can.names_adapters:
+            update.begin()
+        else:
+            await update.pause()
+        await update.send(load)
         await update.finish()
 
     def _folder_of(self, version: int) -> Path:

@@ -64,7 +64,7 @@ class PartialUpdate(Exception):
 
 
 class ServersUpdate:
-    """One update of servers to a version, step by step: `pause`, `send` (once or more), `finish`.
+    """One update of servers, step by step: `pause` or `begin`, `send` (once or more), `finish`.
 
     The caller holds the servers' locks during all steps. The whole update may take `timeout_s`.
     After a failed step, the servers that are quarantined or still have complete old weights are
@@ -84,14 +84,15 @@ class ServersUpdate:
         Raises:
             PartialUpdate: A server failed.
         """
-        options = self._publisher.config
-        self._until = asyncio.get_running_loop().time() + options.timeout_s
+        self.begin()
+        await self.send(lambda server: server.pause(self._publisher.config.pause_mode))
 
-        async def pause(server: ServerControl) -> None:
+    def begin(self) -> None:
+        """Begin an update during which the servers generate."""
+        timeout_s = self._publisher.config.timeout_s
+        self._until = asyncio.get_running_loop().time() + timeout_s
+        for server in self._servers:
             server.confirmed_version = None
-            await server.pause(options.pause_mode)
-
-        await self.send(pause)
 
     async def send(self, action: ServerAction) -> None:
         """Run an action for all servers concurrently, such as the transfer of some weights.
@@ -275,7 +276,7 @@ class ServersPublisher(WeightPublisher):
                 raise error
             self._quarantine(server, error)
             server.failures += 1
-            pause_s = min(2.0**server.failures, self.config.timeout_s)
+            pause_s = min(2.0 ** min(server.failures, 10), self.config.timeout_s)
             server.retry_at = time.monotonic() + pause_s
         if blamed:
             raise PartialUpdate
@@ -419,6 +420,7 @@ class ServersPublisher(WeightPublisher):
             server.proven_at = time.monotonic()
         elif server.confirmed_version == version:
             server.proven_at = None
+            server.serves_adapters &= not server.adapter  # next, it gets merged weights
             server.refuted_versions.append(version)
             self._quarantine(server, RoleError(fault))
             with suppress(*FAILURES), server.time_limit("a new label", server.status_s):

@@ -332,8 +332,11 @@ class Extension:
 
 
 def parameter_names(model: torch.nn.Module) -> set[str]:
-    """Return the names of a model's parameters; of a shared parameter, the first name."""
-    return {name for name, _ in model.named_parameters()}
+    """Return the names of a model's parameters; of a shared parameter, the first name.
+
+    A layer beside which an adapter may be loaded has its own parameters in `base_layer`.
+    """
+    return {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
 
 def served_checkpoint(model_config: Any) -> ServedCheckpoint:
