@@ -11,6 +11,7 @@ from contextlib import suppress
 from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
 from arealite.base.errors import InvariantError
+from arealite.impl.client.answer_checks import parse_version
 from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.system.names.name_registry import Entry, NameRegistry
 
