@@ -116,9 +116,9 @@ class AdapterPublisher:
         begin = time.perf_counter()
         errors = await self._load_at_all(adapter)
         self._staged[adapter.name] = adapter
-        for older in adapter.folder.parent.iterdir():
-            if older != adapter.folder:
-                shutil.rmtree(older, ignore_errors=True)
+        for folder in adapter.folder.parent.glob("[0-9]*"):
+            if int(folder.name) < adapter.version:  # newer ones may be staged already
+                shutil.rmtree(folder, ignore_errors=True)
         return PublishReport(
             version=adapter.version,
             load_s=time.perf_counter() - begin,
@@ -161,7 +161,7 @@ class AdapterPublisher:
                     with suppress(*FAILURES):  # it has ended, or has no adapters
                         await self._post(entry, "/unload_lora_adapter", {"lora_name": name})
             if adapter is not None:
-                shutil.rmtree(adapter.folder.parent, ignore_errors=True)
+                shutil.rmtree(adapter.folder, ignore_errors=True)
 
     async def watch(self) -> None:
         """Load adapters at servers that lack them, until it is cancelled."""

@@ -14,8 +14,7 @@ import numpy as np
 import structlog
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.engine import NewAdapter, Sequence, Stats, Training
-from arealite.api.engine_config import LoRAConfig
+from arealite.api.engine import Sequence, Stats
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
@@ -25,6 +24,7 @@ from arealite.base.files import lock_file
 from arealite.base.folder_checks import check_name
 from arealite.cli import configs, resolved
 from arealite.ext.notebook.command_line import Overrides, checked, resolve, words
+from arealite.ext.session.added_adapter import new_adapter
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
 from arealite.ext.session.calls import DEFAULT, Call, Calls
 from arealite.ext.session.policy import Policy
@@ -37,8 +37,6 @@ PPO = "trainer.ppo"
 SHORT_KEYS = frozenset(item.name for item in fields(PPOConfig))
 """Sections and options that overrides may name without `trainer.ppo.`."""
 IN_USE = "Close the other session, or pass another trial."
-NAMED_RANK = 32
-"""Rank of an adapter, if the session trains no default one."""
 
 
 def session(
@@ -149,6 +147,7 @@ class Session:
         """Check the input; start servers and load the model at the same time."""
         try:
             self._config = await asyncio.to_thread(checked, self._prepare)
+            self._check_first_adapters()
             loading = self._calls.submit(self._policy.load_model, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
@@ -183,6 +182,13 @@ class Session:
         if not structlog.is_configured():
             log.setup("session", "error")
         return config
+
+    def _check_first_adapters(self) -> None:
+        """Raise UserError if two adapters have one name, or a name is wrong."""
+        for name in self._first_adapters:
+            new_adapter(self._config, name)
+            if self._first_adapters.count(name) > 1:
+                raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
 
     async def close(self) -> None:
         """Finish all engine calls, cancel samples, and end the servers that the session started.
@@ -296,21 +302,11 @@ class Session:
             UserError: The name or an option is wrong, or the name is taken; in the call: the model
                 or a server cannot have the adapter.
         """
+        self._check([])
         if name in self._versions:
             raise UserError(f"add_adapter: there is an adapter '{name}' already. Use another name.")
-        config = self._config
-        ppo = config.trainer.ppo
-        adapter = NewAdapter(
-            name=name,
-            config=self._adapter_options(rank, alpha, targets),
-            training=Training(
-                optimizer=changed(ppo.optimizer, "add_adapter", optimizer or {}),
-                lr=ppo.lr,
-                total_updates=ppo.total_steps * ppo.updates * ppo.epochs,
-            ),
-            seed=config.seed if seed is None else seed,
-        )
-        self._check()
+        lora = {"rank": rank, "alpha": alpha, "targets": targets and [*targets]}
+        adapter = new_adapter(self._config, name, lora, seed=seed, optimizer=optimizer)
         first = self._next_versions.get(name, 0)
         versions = AdapterVersions(version=first, confirmed=first)
         self._versions[name] = versions
@@ -323,20 +319,6 @@ class Session:
 
         added.add_done_callback(forget_failed)
         return self._publish_adapter(name)
-
-    def _adapter_options(
-        self,
-        rank: int | None,
-        alpha: float | None,
-        targets: Seq[str] | None,
-    ) -> LoRAConfig:
-        lora = self._config.trainer.ppo.engine.fsdp.lora
-        options: dict[str, object] = {"rank": rank or lora.rank or NAMED_RANK}
-        if alpha is not None:
-            options["alpha"] = alpha
-        if targets is not None:
-            options["targets"] = [*targets]
-        return changed(lora, "add_adapter", options)
 
     def remove_adapter(self, name: str) -> Call[None]:
         """Remove an adapter, also at the servers; its open samples fail.
