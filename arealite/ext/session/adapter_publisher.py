@@ -118,7 +118,7 @@ class AdapterPublisher:
         errors = await self._load_at_all(adapter)
         self._staged[adapter.name] = adapter
         if adapter.scores_T is not None:
-            _remove_older(adapter.folder)
+            _remove_older(adapter)
         return PublishReport(
             version=adapter.version,
             load_s=time.perf_counter() - begin,
@@ -161,7 +161,7 @@ class AdapterPublisher:
                     with suppress(*FAILURES):  # it has ended, or has no adapters
                         await self._post(entry, "/unload_lora_adapter", {"lora_name": name})
             if adapter is not None and adapter.scores_T is not None:
-                shutil.rmtree(adapter.folder.parent, ignore_errors=True)
+                shutil.rmtree(adapter.folder, ignore_errors=True)
 
     async def watch(self) -> None:
         """Load adapters at servers that lack them, until it is cancelled."""
@@ -256,10 +256,11 @@ class AdapterPublisher:
         return await asyncio.to_thread(self._registry.list, "llm_server")
 
 
-def _remove_older(folder: Path) -> None:
-    for older in folder.parent.iterdir():
-        if older != folder:
-            shutil.rmtree(older, ignore_errors=True)
+def _remove_older(adapter: StagedAdapter) -> None:
+    """Remove the folders of older versions; newer ones may be staged already."""
+    for folder in adapter.folder.parent.glob("[0-9]*"):
+        if int(folder.name) < adapter.version:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _process(entry: Entry) -> tuple[str, object]:

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Generic, TypeVar
 
+from arealite.base.errors import UserError
+
 T = TypeVar("T")
 DEFAULT = ("",)
 """The adapters of a call that names none."""
+
+
+class AdapterRemoved(UserError):
+    """The user has removed the adapter of a call. Only that call raises it."""
 
 
 class Call(Generic[T]):
@@ -177,6 +183,8 @@ class Calls:
 
     def add_failure(self, error: BaseException, adapters: Collection[str] = DEFAULT) -> None:
         """Keep a failure of a call that nobody waits for."""
+        if isinstance(error, AdapterRemoved):
+            return
         with self.lock:
             is_seen = any(
                 failure.error is error and failure.end_of_skipped < math.inf

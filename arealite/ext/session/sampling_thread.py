@@ -17,10 +17,11 @@ from arealite.api.llm import LLMClient, LLMRequest, SamplingConfig, clients
 from arealite.api.publisher import PublishReport
 from arealite.api.server_protocol import SERVER_START_S
 from arealite.api.tokenizer import Tokenizer
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import RoleError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.session.adapter_publisher import AdapterPublisher, StagedAdapter
+from arealite.ext.session.calls import AdapterRemoved
 from arealite.ext.session.sample_rows import PromptScores, Sample, TokenizedPrompt, top_tokens
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
@@ -215,7 +216,7 @@ class SamplingThread:
             raise errors.exceptions[0] from None
         except asyncio.CancelledError as cancellation:
             for reason in cancellation.args:
-                raise UserError(reason) from None
+                raise AdapterRemoved(reason) from None
             if self.is_lost:
                 text = f"sample: the servers have ended. Their logs are in {self._logs}."
                 raise RoleError(text) from None

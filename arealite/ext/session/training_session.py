@@ -14,8 +14,8 @@ import numpy as np
 import structlog
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.engine import NewAdapter, Sequence, Stats, Training
-from arealite.api.engine_config import LoRAConfig, OptimizerConfig
+from arealite.api.engine import Sequence, Stats
+from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
@@ -27,6 +27,7 @@ from arealite.base.model_folder import vocab_size
 from arealite.cli import configs, preflight, resolved
 from arealite.ext.notebook.command_line import checked, resolve
 from arealite.ext.session.adapter_records import AdapterRecord
+from arealite.ext.session.added_adapter import new_adapter
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
 from arealite.ext.session.calls import DEFAULT, Call, Calls
 from arealite.ext.session.policy import Policy
@@ -42,8 +43,6 @@ from arealite.ext.session.start_checks import check_input, check_sampling
 
 T = TypeVar("T")
 IN_USE = "Close the other session, or pass another trial."
-NAMED_RANK = 32
-"""Rank of an adapter, if the session trains no default one."""
 
 
 class Session:
@@ -91,6 +90,7 @@ class Session:
         try:
             self._config = await asyncio.to_thread(checked, self._prepare)
             self._records[""] = AdapterRecord(optimizer=self._optimizer)
+            self._check_first_adapters()
             loading = self._calls.submit(self._policy.load_model, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
@@ -127,6 +127,13 @@ class Session:
         if not structlog.is_configured():
             log.setup("session", "error")
         return config
+
+    def _check_first_adapters(self) -> None:
+        """Raise UserError if two adapters have one name, or a name is wrong."""
+        for name in self._first_adapters:
+            new_adapter(self._config, name)
+            if self._first_adapters.count(name) > 1:
+                raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
 
     async def close(self) -> None:
         """Finish all engine calls, cancel samples, and end the servers that the session started.
@@ -250,24 +257,15 @@ class Session:
             UserError: The name or an option is wrong, or the name is taken; in the call: the model
                 or a server cannot have the adapter.
         """
+        self._check([])
         if name in self._records:
             raise UserError(f"add_adapter: there is an adapter '{name}' already. Use another name.")
-        config = self._config
-        ppo = config.trainer.ppo
-        options = changed(ppo.optimizer, "add_adapter", optimizer or {})
-        adapter = NewAdapter(
-            name=name,
-            config=self._adapter_options(rank, alpha, targets),
-            training=Training(
-                optimizer=options,
-                lr=ppo.lr,
-                total_updates=ppo.total_steps * ppo.updates * ppo.epochs,
-            ),
-            seed=config.seed if seed is None else seed,
-            folder=folder,
+        lora = {"rank": rank, "alpha": alpha, "targets": targets and [*targets]}
+        adapter = new_adapter(
+            self._config, name, lora, seed=seed, folder=folder, optimizer=optimizer
         )
-        self._check()
         first = self._next_versions.get(name, 0)
+        options = adapter.training.optimizer
         record = AdapterRecord(optimizer=options, version=first, confirmed=first)
         self._records[name] = record
         added = self._calls.submit(self._policy.add_adapter, adapter, adapters=[name])
@@ -297,20 +295,6 @@ class Session:
         self._records[name] = AdapterRecord(optimizer=self._optimizer, is_trained=False)
         loaded = self._pushing(sampler.serve_adapter(name, folder))
         return Call(loaded, self._calls, adapters=[name])
-
-    def _adapter_options(
-        self,
-        rank: int | None,
-        alpha: float | None,
-        targets: Seq[str] | None,
-    ) -> LoRAConfig:
-        lora = self._config.trainer.ppo.engine.fsdp.lora
-        options: dict[str, object] = {"rank": rank or lora.rank or NAMED_RANK}
-        if alpha is not None:
-            options["alpha"] = alpha
-        if targets is not None:
-            options["targets"] = [*targets]
-        return changed(lora, "add_adapter", options)
 
     def remove_adapter(self, name: str) -> Call[None]:
         """Remove an adapter, also at the servers; its open samples fail.

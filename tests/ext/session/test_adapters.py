@@ -244,6 +244,7 @@ async def test_wrong_calls_are_one_line(opened: Open) -> None:
             (lambda: session.add_adapter("alice"), "there is an adapter 'alice' already"),
             (lambda: session.add_adapter("a/b"), "use letters, digits"),
             (lambda: session.add_adapter("b", rank=-1), "add_adapter: rank=-1"),
+            (lambda: session.add_adapter("b", rank=0), "rank=0"),
             (lambda: session.add_adapter("b", optimizer={"beta": 1}), "no option 'beta'"),
             (lambda: session.remove_adapter("bob"), "no adapter 'bob'"),
             (lambda: session.adapter_version("bob"), "no adapter 'bob'"),
@@ -260,6 +261,19 @@ async def test_wrong_calls_are_one_line(opened: Open) -> None:
     async with opened() as parts:
         with pytest.raises(UserError, match=r"add_adapter 'bob'.*engine\.fsdp\.lora\.rank"):
             await parts.session.add_adapter("bob")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "error"),
+    [(["alice", "alice"], "'alice' is in the list twice"), (["a.b"], "use letters, digits")],
+)
+async def test_wrong_names_are_refused_before_a_process_starts(
+    adapters: list[str], error: str, model: Path, options: dict[str, Any]
+) -> None:
+    session = arealite.session(model, adapters=adapters, overrides=options)
+    with pytest.raises(UserError, match=error):
+        await session
+    assert session._sampler is None
 
 
 async def test_servers_without_named_adapters_are_one_line(
@@ -340,7 +354,21 @@ async def test_removed_adapter_ends_its_samples_and_its_name_is_free(opened: Ope
         assert parts.server.engine.adapter_versions == {"bob": "0"}
         assert_equal(weights_of(session, "bob"), first)
         folder = session._policy._publisher.folder / "adapters"  # type: ignore[union-attr]
-        assert {path.name for path in folder.iterdir()} == {"bob"}
+        assert {path.name for path in folder.glob("*/*")} == {"0"}, "only bob's files are left"
+
+
+async def test_publishes_in_a_row_arrive_in_their_order(opened: Open) -> None:
+    async with opened(adapters=["alice"]) as parts:
+        session = parts.session
+        calls = list[Any]()
+        for _ in range(6):
+            session.forward_backward(answers("alice", 9), imitate)
+            session.optim_step(lr=2.0, adapter="alice")
+            calls.append(session.publish(adapter="alice"))
+        assert [(await call).version for call in calls] == [1, 2, 3, 4, 5, 6]
+        samples = await session.sample(PROMPT, n=4, max_tokens=4, adapter="alice")
+        assert {version for sample in samples for version in sample.versions} == {6}
+        assert await difference(session, samples) < EXACT
 
 
 # ------------------------------------------------------------ servers
