@@ -283,14 +283,15 @@ def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
             up_name = f"{PREFIX}{layer_name}{SIDES[1]}"
             if up_name not in headers:
                 raise RequestRefused(f"Failed to load adapter: {folder} lacks B of '{layer_name}'.")
-            # The copies are checked: the file may change.
-            down = read(name).to(device, torch.float32, copy=True)
-            up = read(up_name).to(device, torch.float32, copy=True)
+            down = read(name)
+            up = read(up_name)
             _check_shapes(model, layer_name, down, up)
-            up *= scaling_of(config, layer_name, len(down))
-            for matrix in (down, up):
-                extremes = torch.stack(matrix.aminmax())  # NaN if any number is
-                if not extremes.isfinite().all():
+            scaling = scaling_of(config, layer_name, len(down))
+            # The copies are checked: the file may change.
+            down = down.to(device, torch.float32, copy=True)
+            up = up.to(device, torch.float32) * scaling
+            for matrix in (down, up):  # a finite sum takes a tenth of the time of isfinite
+                if not (matrix.sum().isfinite() or matrix.isfinite().all()):
                     raise RequestRefused(f"Failed to load adapter: '{layer_name}' is not finite.")
             low_rank_by_layer[layer_name] = LowRank(down_RI=down, up_OR=up)
     if 2 * len(low_rank_by_layer) != len(headers):
