@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.api.engine_config import LoRAConfig
 from arealite.base import log
+from arealite.base.trial_files import TMPFS
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.embedded.served_adapters import LowRankByLayer, read_low_rank
@@ -170,7 +171,8 @@ def main() -> None:
     torch.set_num_threads(1)
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    with tempfile.TemporaryDirectory() as name:
+    shared_memory = TMPFS if TMPFS.is_dir() else None  # where servers of this host get weights
+    with tempfile.TemporaryDirectory(dir=shared_memory) as name:
         folder = Path(name)
         model = folder / "model"
         model.symlink_to(options.model.resolve())

@@ -1,10 +1,10 @@
 """Low-rank adapters beside the linear layers of a served model: y = W·x + alpha/rank · B·A·x.
 
-A batch may mix rows of several adapters: the layers compute the base for all rows at once, and each
-adapter's product for its own rows. As in peft, the products are computed in the dtype of A and B.
+A batch may mix rows of several adapters: the layers compute the base for all rows at once, and a
+batched product the adapters, each for its own rows. As in peft, the products are in float32.
 
-Shape letters: B = rows of a batch, L = tokens of a row, I = inputs and O = outputs of a layer,
-R = rank of an adapter.
+Shape letters: B = rows of a batch, I = inputs and O = outputs of a layer, R = rank of an adapter,
+G = slots of a layer's adapters, P = rows of some slots, padded to equally many for each.
 """
 
 import math
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Named
@@ -30,41 +32,96 @@ from arealite.impl.weights.tensor_names import tensor_reader
 DEFAULT = ""
 """The name of the adapter of requests that name none."""
 SIDES = (".lora_A.weight", ".lora_B.weight")
+MOST_PADDING = 2.0
+"""Largest size of a batched product, as a multiple of its rows. A larger one takes longer than two
+smaller ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """The adapter of one layer."""
+    """The adapter of one layer, in float32."""
 
     down_RI: Tensor
     """Matrix A."""
     up_OR: Tensor
-    """Matrix B."""
-    scaling: float
-
-    def added_to(self, output: Tensor, inputs: Tensor) -> Tensor:
-        """Return the layer's output [..., O] with that of the adapter for its inputs [..., I]."""
-        inputs = inputs.to(self.down_RI.dtype)
-        low_rank = nn.functional.linear(inputs, self.down_RI)
-        change = nn.functional.linear(low_rank, self.up_OR) * self.scaling
-        return (output + change).to(output.dtype)
-
-    def merged(self, weight: Tensor, *, is_transposed: bool) -> Tensor:
-        """Return the layer's weight with the adapter, in float32."""
-        return with_product(
-            weight.float(),
-            self.down_RI,
-            self.up_OR,
-            self.scaling,
-            is_transposed=is_transposed,
-        )
+    """Matrix B, times alpha/rank."""
 
 
 LowRankByLayer = Mapping[str, LowRank]
-LayerAdapters = dict[str, LowRank]
-"""The adapters of one layer, by the adapter's name."""
-Rows = Tensor | None
-"""The rows of a batch that use one adapter, int64; None: all."""
+Names = tuple[str, ...]
+"""The adapters of a layer; the index of a name is its slot."""
+RowsBySlot = dict[int, list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Adjacent slots, and the rows of a batch that one batched product computes with them."""
+
+    slots: slice
+    rows_P: Tensor | None
+    """The rows, slot after slot, int64; None: all rows of the batch use the only slot."""
+    is_padding_P11: Tensor | None
+    """Rows of which nothing is computed, because their slot has fewer; None: there are none."""
+
+
+class LayerAdapters:
+    """All adapters of one layer, stacked. Lower ranks are padded with zeros."""
+
+    def __init__(self) -> None:
+        self.names: Names = ()
+        self.down_GRI = torch.empty(0)
+        self.up_GOR = torch.empty(0)
+
+    def put(self, name: str, low_rank: LowRank) -> None:
+        """Add or replace an adapter; a layer's only adapter is not copied."""
+        if {*self.names} <= {name}:
+            self.names = (name,)
+            self.down_GRI = low_rank.down_RI[None]
+            self.up_GOR = low_rank.up_OR[None]
+            return
+        rank = len(low_rank.down_RI)
+        new_ranks = max(0, rank - self.down_GRI.shape[1])
+        new_names = [name] if name not in self.names else []
+        if new_ranks or new_names:
+            self.names = (*self.names, *new_names)
+            self.down_GRI = pad(self.down_GRI, (0, 0, 0, new_ranks, 0, len(new_names)))
+            self.up_GOR = pad(self.up_GOR, (0, new_ranks, 0, 0, 0, len(new_names)))
+        slot = self.names.index(name)
+        self.down_GRI[slot, :rank] = low_rank.down_RI
+        self.down_GRI[slot, rank:] = 0.0
+        self.up_GOR[slot, :, :rank] = low_rank.up_OR
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter, if the layer has it."""
+        if name not in self.names:
+            return
+        kept_slots = [slot for slot, other in enumerate(self.names) if other != name]
+        self.names = tuple(self.names[slot] for slot in kept_slots)
+        self.down_GRI = self.down_GRI[kept_slots]
+        self.up_GOR = self.up_GOR[kept_slots]
+
+    def add(
+        self,
+        span: Span,
+        inputs: Tensor,
+        output: Tensor,
+    ) -> None:
+        """Add the products of a span to a layer's output [B, …, O], for its inputs [B, …, I]."""
+        down_GRI = self.down_GRI[span.slots]
+        up_GOR = self.up_GOR[span.slots]
+        num_slots, rank, num_inputs = down_GRI.shape
+        if span.rows_P is not None:
+            inputs = inputs.index_select(0, span.rows_P)
+        grouped_inputs = inputs.reshape(num_slots, -1, num_inputs)
+        low_rank = torch.bmm(grouped_inputs, down_GRI.transpose(1, 2))
+        if span.is_padding_P11 is not None:
+            low_rank.view(len(inputs), -1, rank).masked_fill_(span.is_padding_P11, 0.0)
+        change = torch.bmm(low_rank, up_GOR.transpose(1, 2))
+        change = change.view(len(inputs), *output.shape[1:])
+        if span.rows_P is None:
+            output += change
+        else:
+            output.index_add_(0, span.rows_P, change)
 
 
 class ServedAdapters:
@@ -73,15 +130,16 @@ class ServedAdapters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._adapters_by_layer = dict[str, LayerAdapters]()
-        self._groups: list[tuple[str, Rows]] = [(DEFAULT, None)]
-        self._num_rows = 0
+        self._row_names: list[str] = []
+        self._spans_by_names = dict[Names, list[Span]]()
+        """The spans of the present batch, by the names of a layer's adapters."""
 
     @property
     def names(self) -> set[str]:
         """The names of the adapters that are loaded."""
         all_names = set[str]()
         for adapters in self._adapters_by_layer.values():
-            all_names.update(adapters)
+            all_names.update(adapters.names)
         return all_names
 
     def select(self, names: Sequence[str]) -> None:
@@ -89,16 +147,14 @@ class ServedAdapters:
 
         An adapter that is not loaded changes nothing.
         """
-        self._num_rows = len(names)
-        distinct_names = dict.fromkeys(names)
-        if len(distinct_names) == 1:
-            self._groups = [(names[0], None)]
-            return
-        self._groups = [(name, self._rows_of(name, names)) for name in distinct_names]
+        if self._row_names != [*names]:
+            self._row_names = [*names]
+            self._spans_by_names.clear()
 
     def load(self, name: str, low_rank_by_layer: LowRankByLayer) -> None:
-        """Replace the adapter `name`."""
-        self.remove(name)
+        """Add or replace the adapter `name`."""
+        for layer_name in self._adapters_by_layer.keys() - low_rank_by_layer.keys():
+            self._adapters_by_layer[layer_name].remove(name)
         for layer_name, low_rank in low_rank_by_layer.items():
             adapters = self._adapters_by_layer.get(layer_name)
             if adapters is None:
@@ -106,28 +162,58 @@ class ServedAdapters:
                 self._adapters_by_layer[layer_name] = adapters
                 layer = self._model.get_submodule(layer_name)
                 layer.register_forward_hook(partial(self._add, adapters))
-            adapters[name] = low_rank
+            adapters.put(name, low_rank)
 
     def remove(self, name: str) -> None:
         """Remove the adapter `name`, if it is loaded."""
         for adapters in self._adapters_by_layer.values():
-            adapters.pop(name, None)
+            adapters.remove(name)
 
     def merged(self, named: Iterator[Named]) -> Iterator[Named]:
         """Yield the model's tensors, float32 where the default adapter changes them."""
         for name, tensor in named:
             layer_name, _, leaf = name.rpartition(".")
-            low_rank = self._adapters_by_layer.get(layer_name, {}).get(DEFAULT)
-            if low_rank is None or leaf != "weight":
+            adapters = self._adapters_by_layer.get(layer_name)
+            if adapters is None or DEFAULT not in adapters.names or leaf != "weight":
                 yield name, tensor
                 continue
-            is_transposed = isinstance(self._model.get_submodule(layer_name), Conv1D)
-            yield name, low_rank.merged(tensor, is_transposed=is_transposed)
+            slot = adapters.names.index(DEFAULT)
+            merged = with_product(
+                tensor.float(),
+                adapters.down_GRI[slot],
+                adapters.up_GOR[slot],
+                1.0,
+                is_transposed=isinstance(self._model.get_submodule(layer_name), Conv1D),
+            )
+            yield name, merged
 
-    def _rows_of(self, name: str, names: Sequence[str]) -> Tensor:
-        device = next(self._model.parameters()).device
-        rows = [row for row, row_name in enumerate(names) if row_name == name]
-        return torch.tensor(rows, device=device)
+    def _spans_of(self, names: Names) -> list[Span]:
+        """Return the spans of the present batch in a layer with these adapters."""
+        spans = self._spans_by_names.get(names)
+        if spans is not None:
+            return spans
+        rows_by_slot = RowsBySlot()
+        for row, name in enumerate(self._row_names):
+            if name in names:
+                rows_by_slot.setdefault(names.index(name), []).append(row)
+        spans = [self._span(part) for part in split_by_padding(rows_by_slot) if part]
+        self._spans_by_names[names] = spans
+        return spans
+
+    def _span(self, rows_by_slot: RowsBySlot) -> Span:
+        begin, end, most_rows = _extent(rows_by_slot)
+        slots = slice(begin, end)
+        if most_rows == len(self._row_names):
+            return Span(slots=slots, rows_P=None, is_padding_P11=None)
+        rows = [torch.tensor(rows_by_slot.get(slot, [])).long() for slot in range(begin, end)]
+        rows_GM = pad_sequence(rows, batch_first=True, padding_value=-1)
+        rows_P = rows_GM.flatten().to(next(self._model.parameters()).device)
+        is_padding_P11 = (rows_P < 0)[:, None, None]
+        return Span(
+            slots=slots,
+            rows_P=rows_P.clamp(min=0),
+            is_padding_P11=is_padding_P11 if is_padding_P11.any() else None,
+        )
 
     def _add(
         self,
@@ -137,20 +223,40 @@ class ServedAdapters:
         output: Tensor,
     ) -> Tensor:
         """Add the products of the adapters to a layer's output (forward hook)."""
-        inputs = args[0]
-        for name, rows in self._groups:
-            low_rank = adapters.get(name)
-            if low_rank is None:
-                continue
-            if rows is None:
-                return low_rank.added_to(output, inputs)
-            if len(inputs) != self._num_rows:
+        spans = self._spans_of(adapters.names)
+        if not spans:
+            return output
+        inputs = args[0].float()
+        output_float = output.float()
+        for span in spans:
+            if span.rows_P is not None and len(inputs) != len(self._row_names):
                 raise InvariantError(
-                    f"a layer got {len(inputs)} rows instead of {self._num_rows}: the server "
+                    f"a layer got {len(inputs)} rows instead of {len(self._row_names)}: the server "
                     "cannot compute several adapters in one batch of this model"
                 )
-            output[rows] = low_rank.added_to(output[rows], inputs[rows])
-        return output
+            adapters.add(span, inputs, output_float)
+        return output_float.to(output.dtype)
+
+
+def split_by_padding(rows_by_slot: RowsBySlot) -> list[RowsBySlot]:
+    """Split slots into spans: each has few slots without rows, and similar numbers of rows."""
+    spans = [RowsBySlot()]
+    for slot in sorted(rows_by_slot):
+        added = {slot: rows_by_slot[slot]}
+        wider = spans[-1] | added
+        begin, end, most_rows = _extent(wider)
+        num_rows = sum(map(len, wider.values()))
+        if (end - begin) * most_rows > MOST_PADDING * num_rows:
+            spans.append(added)
+        else:
+            spans[-1] = wider
+    return spans
+
+
+def _extent(rows_by_slot: RowsBySlot) -> tuple[int, int, int]:
+    """Return the first slot, the slot after the last, and the largest number of rows of a slot."""
+    most_rows = max(map(len, rows_by_slot.values()))
+    return min(rows_by_slot), max(rows_by_slot) + 1, most_rows
 
 
 def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
@@ -168,26 +274,27 @@ def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
         raise RequestRefused(f"Failed to load adapter: {error}") from error
     device = next(model.parameters()).device
     headers = read_headers(folder)
-    tensors = dict[str, Tensor]()
+    low_rank_by_layer = dict[str, LowRank]()
     with tensor_reader(headers) as read:
         for name in headers:
-            tensors[name] = read(name).to(device, torch.float32, copy=True)
-    low_rank_by_layer = dict[str, LowRank]()
-    for name in tensors:
-        layer_name = name.removeprefix(PREFIX).removesuffix(SIDES[0])
-        if not name.endswith(SIDES[0]):
-            continue
-        up = tensors.get(f"{PREFIX}{layer_name}{SIDES[1]}")
-        if up is None:
-            raise RequestRefused(f"Failed to load adapter: {folder} lacks B of '{layer_name}'.")
-        down = tensors[name]
-        _check_layer(model, layer_name, down, up)
-        low_rank_by_layer[layer_name] = LowRank(
-            down_RI=down,
-            up_OR=up,
-            scaling=scaling_of(config, layer_name, len(down)),
-        )
-    if 2 * len(low_rank_by_layer) != len(tensors):
+            if not name.endswith(SIDES[0]):
+                continue
+            layer_name = name.removeprefix(PREFIX).removesuffix(SIDES[0])
+            up_name = f"{PREFIX}{layer_name}{SIDES[1]}"
+            if up_name not in headers:
+                raise RequestRefused(f"Failed to load adapter: {folder} lacks B of '{layer_name}'.")
+            down = read(name)
+            up = read(up_name)
+            _check_shapes(model, layer_name, down, up)
+            scaling = scaling_of(config, layer_name, len(down))
+            # The copies are checked: the file may change.
+            down = down.to(device, torch.float32, copy=True)
+            up = up.to(device, torch.float32) * scaling
+            for matrix in (down, up):  # a finite sum takes a tenth of the time of isfinite
+                if not (matrix.sum().isfinite() or matrix.isfinite().all()):
+                    raise RequestRefused(f"Failed to load adapter: '{layer_name}' is not finite.")
+            low_rank_by_layer[layer_name] = LowRank(down_RI=down, up_OR=up)
+    if 2 * len(low_rank_by_layer) != len(headers):
         raise RequestRefused(f"Failed to load adapter: {folder} has other tensors than A and B.")
     return low_rank_by_layer
 
@@ -208,13 +315,13 @@ def scaling_of(config: Mapping[str, Any], layer_name: str, rank: int) -> float:
     return alpha / rank
 
 
-def _check_layer(
+def _check_shapes(
     model: nn.Module,
     layer_name: str,
     down: Tensor,
     up: Tensor,
 ) -> None:
-    """Check that a layer exists, that it has the adapter's shape, and that all numbers are finite.
+    """Check that a layer exists, and that it has the adapter's shape.
 
     Raises:
         RequestRefused: It does not fit.
@@ -231,10 +338,7 @@ def _check_layer(
     rank = len(down)
     shapes = [[*down.shape], [*up.shape]]
     expected = [[rank, num_inputs], [num_outputs, rank]]
-    if shapes != expected:
+    if shapes != expected or not rank:
         raise RequestRefused(
             f"Failed to load adapter: '{layer_name}' has shapes {shapes}, not {expected}."
         )
-    is_finite = down.isfinite().all() and up.isfinite().all()
-    if not is_finite:
-        raise RequestRefused(f"Failed to load adapter: '{layer_name}' is not finite.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,15 @@ from tests.impl.engine.helpers import make_engine
 LORA = LoRAConfig(rank=4, alpha=8.0, targets=["all-linear"])
 
 
-def adapter_folder(model: Path, folder: Path, seed: int, rank: int = 4) -> Path:
+def adapter_folder(
+    model: Path,
+    folder: Path,
+    seed: int,
+    rank: int = 4,
+    targets: Sequence[str] = ("all-linear",),
+) -> Path:
     """Write an adapter with random matrices as peft does; return its folder."""
-    engine = make_engine(model, lora=replace(LORA, rank=rank))
+    engine = make_engine(model, lora=replace(LORA, rank=rank, targets=[*targets]))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in engine.module.parameters():

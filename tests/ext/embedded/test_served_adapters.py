@@ -15,6 +15,7 @@ import pytest
 import torch
 from aiohttp import ClientSession
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from arealite.ext.embedded.cache_decoder import CacheDecoder
@@ -56,6 +57,18 @@ def request(prompt: Sequence[int], adapter: str, limit: int = 12, **sampling: An
         num_top=3,
         scored_from=0,
     )
+
+
+class OperationCount(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.total += 1
+        return func(*args, **(kwargs or {}))
 
 
 def run(decoder: BaseDecoder, requests: list[Generation]) -> None:
@@ -101,6 +114,88 @@ def test_each_row_of_a_mixed_batch_has_the_policy_of_its_adapter(
         expected = of_peft(model, folders[done.adapter], done.prompt + done.output)
         ours = np.array(done.prompt_logprobs + done.logprobs)
         assert np.abs(ours - expected).max() < 2e-5, done.adapter
+
+
+def test_uneven_batches_of_unlike_adapters_have_their_policies(
+    model: Path, adapters: list[Path], tmp_path: Path
+) -> None:
+    """Adapters of some layers, of other ranks, with few or many rows, replaced and removed."""
+    served, _ = load_model(str(model), dtype="float32", device="cpu")
+    decoder = Decoder(served, max_rows=24, seed=0)
+    some_layers = ["q_proj", "down_proj"]
+    queries = adapter_folder(model, tmp_path / "q", 7, rank=1, targets=some_layers)
+    large = adapter_folder(model, tmp_path / "large", 8, rank=9)
+    folders: dict[str, Path | None] = {"": None, "none": None}
+
+    def load(name: str, folder: Path) -> None:
+        folders[name] = folder
+        decoder.adapters.load(name, read_low_rank(served, folder))
+
+    def check(counts: dict[str, int]) -> None:
+        names = [name for name, count in counts.items() for _ in range(count)]
+        requests = [request([*range(1, 4 + row % 5)], name, 5) for row, name in enumerate(names)]
+        run(decoder, requests[::2] + requests[1::2])
+        for done in requests:
+            expected = of_peft(model, folders[done.adapter], done.prompt + done.output)
+            ours = np.array(done.prompt_logprobs + done.logprobs)
+            assert np.abs(ours - expected).max() < 2e-5, (done.adapter, counts)
+
+    for name, folder in zip("abcd", [*adapters, queries], strict=True):
+        load(name, folder)
+    check({"a": 1, "d": 11, "c": 1, "none": 3, "": 1})
+    check({"b": 2, "d": 2})
+    load("", large)
+    load("a", adapters[1])
+    check({"": 3, "a": 2, "b": 1, "c": 4, "d": 9})
+    load("c", queries)
+    decoder.adapters.remove("b")
+    folders["b"] = None
+    check({"b": 2, "c": 2, "": 9, "a": 1})
+    decoder.adapters.remove("")
+    folders[""] = None
+    check({"": 2, "d": 3})
+
+
+def test_products_of_a_step_do_not_grow_with_the_adapters(
+    model: Path, adapters: list[Path]
+) -> None:
+    served, _ = load_model(str(model), dtype="float32", device="cpu")
+    decoder = Decoder(served, max_rows=17, seed=0)
+    names = [str(number) for number in range(8)]
+    for number, name in enumerate(names):
+        decoder.adapters.load(name, read_low_rank(served, adapters[number % 3]))
+
+    def operations(adapters_of_rows: list[str]) -> int:
+        requests = [request([1, 2, 3], name, 3) for name in adapters_of_rows]
+        with torch.inference_mode():
+            decoder.prefill(deque(requests))
+            decoder.decode()
+            with OperationCount() as count:
+                decoder.decode()
+            decoder.clear()
+        return count.total
+
+    small = operations(names[:2] * 8)
+    assert small == operations(names * 2)
+    padded = operations(names * 2 + ["0"])
+    assert small < padded < operations(["0"] * 9 + ["5"] + ["2", "7"] * 3), "uneven: more products"
+
+
+def test_padded_rows_touch_no_row_of_the_batch(model: Path, adapters: list[Path]) -> None:
+    """Huge numbers of an adapter may overflow; only its own rows may get them."""
+    served, _ = load_model(str(model), dtype="float32", device="cpu")
+    decoder = Decoder(served, max_rows=8, seed=0)
+    huge = read_low_rank(served, adapters[0])
+    for low_rank in huge.values():
+        low_rank.down_RI.fill_(3e38)
+    decoder.adapters.load("a", read_low_rank(served, adapters[1]))
+    decoder.adapters.load("huge", huge)
+    prompts_and_names = [([1, 2, 3], "a"), ([4, 5, 6], "a"), ([1, 2, 3], "huge")]
+    requests = [request(prompt, name, 4) for prompt, name in prompts_and_names]
+    run(decoder, requests)
+    for done in requests[:2]:
+        expected = of_peft(model, adapters[1], done.prompt + done.output)
+        assert np.abs(np.array(done.logprobs) - expected[-4:]).max() < 2e-5
 
 
 def test_seeded_request_gets_the_same_tokens_beside_others_and_alone(
