@@ -269,14 +269,18 @@ class Session:
         record = AdapterRecord(optimizer=options, version=first, confirmed=first)
         self._records[name] = record
         added = self._calls.submit(self._policy.add_adapter, adapter, adapters=[name])
+        self._forget_if_failed(name, record, added)
+        return self._publish_adapter(name)
 
-        def forget_failed(added: Future[None]) -> None:
+    def _forget_if_failed(self, name: str, record: AdapterRecord, added: Future[Any]) -> None:
+        """Make the name of an adapter free again if it could not be added."""
+
+        def forget(added: Future[Any]) -> None:
             is_failed = added.cancelled() or added.exception() is not None
             if is_failed and self._records.get(name) is record:
                 del self._records[name]
 
-        added.add_done_callback(forget_failed)
-        return self._publish_adapter(name)
+        added.add_done_callback(forget)
 
     def serve(self, name: str, folder: Path) -> Call[PublishReport]:
         """Load an adapter that peft wrote at the servers, for samples, until `remove_adapter`.
@@ -292,8 +296,10 @@ class Session:
         if name in self._records:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()
-        self._records[name] = AdapterRecord(optimizer=self._optimizer, is_trained=False)
+        record = AdapterRecord(optimizer=self._optimizer, is_trained=False)
+        self._records[name] = record
         loaded = self._pushing(sampler.serve_adapter(name, folder))
+        self._forget_if_failed(name, record, loaded)
         return Call(loaded, self._calls, adapters=[name])
 
     def remove_adapter(self, name: str) -> Call[None]:
@@ -598,6 +604,10 @@ class Session:
         record = self._records[adapter]
         record.optimizer = changed(record.optimizer, "optim_step", options)
         return self._begin([adapter], self._policy.optim_step, adapter, lr, record.optimizer)
+
+    def drop_gradient(self, *, adapter: str = "") -> Call[None]:
+        """Drop the gradient of all `forward_backward` calls since the last update."""
+        return self._begin([adapter], self._policy.drop_gradient, [adapter])
 
     def publish(self, *, adapter: str = "") -> Call[PublishReport]:
         """Update all servers to the weights that are trained, as their next version.

@@ -92,8 +92,10 @@ class Checkpoints:
             raise UserError(f"{path!r:.200} is no path of a checkpoint (tinker://MODEL/KIND/NAME).")
         model_id, kind, name = parts
         model_name = model_id.replace(":", "-")
-        check_name("model", model_name)
-        check_name("name", name)
+        for key, part in {"model": model_name, "name": name}.items():
+            check_name(key, part)
+            if not part.isascii():
+                raise UserError(f"{key}: use ASCII letters, digits, '_', '-' and '.'.")
         return self._root / model_name / kind / name
 
     def read(self, path: str) -> Checkpoint:
@@ -112,7 +114,7 @@ class Checkpoints:
         """Return the checkpoints of a model, or of all models, oldest first; no snapshots."""
         if model_id != "*":
             check_name("model", model_id.replace(":", "-"))
-        files = self._root.glob(f"{model_id.replace(':', '-')}/*/*/{FILE}")
+        files = self._root.glob(f"{model_id.replace(':', '-')}/*/[!.]*/{FILE}")
         checkpoints = [msgspec.json.decode(file.read_bytes(), type=Checkpoint) for file in files]
         named = [checkpoint for checkpoint in checkpoints if checkpoint.kind in TYPES]
         return sorted(named, key=lambda checkpoint: checkpoint.created)

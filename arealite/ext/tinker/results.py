@@ -5,7 +5,7 @@ again if it did not get an answer: the same request runs once.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,12 @@ logger = log.get(__name__)
 
 MAX_BYTES = 2**28
 """Bytes of results that a tenant keeps; the oldest are dropped."""
+OVERHEAD = 2048
+"""Bytes of a kept result besides its body."""
+MAX_PENDING_BYTES = 2**28
+"""Bytes of the bodies of a tenant's unfinished requests."""
+GAP_S = 60.0
+"""Requests wait so long for an earlier one of their model that has not arrived."""
 WAIT_S = 20.0
 """A request for a result is answered after this time at the latest."""
 PROTOBUF = "application/x-protobuf"
@@ -54,7 +60,10 @@ RequestJob = Callable[[], Awaitable[FutureResult]]
 class Pending:
     """A request, and its result once it is there."""
 
+    request_id: str
     digest: bytes
+    num_bytes: int
+    """Of the request's body."""
     result: asyncio.Future[FutureResult] = field(default_factory=asyncio.Future[FutureResult])
     task: asyncio.Task[None] | None = None
 
@@ -64,8 +73,11 @@ class Results:
 
     def __init__(self, *, max_pending: int) -> None:
         self._max_pending = max_pending
-        self._requests = OrderedDict[str, Pending]()
+        self._requests = dict[str, Pending]()
+        self._finished = deque[str]()
+        """Ids of the requests that have a result, oldest first."""
         self._num_pending = 0
+        self._num_pending_bytes = 0
         self._num_bytes = 0
 
     def begin(self, request_id: str, body: bytes) -> Pending | None:
@@ -81,10 +93,12 @@ class Results:
             if known.digest != digest:
                 raise UserError(f"request {request_id} was sent before with another body.")
             return None
-        if self._num_pending >= self._max_pending:
+        is_large = self._num_pending_bytes + len(body) > MAX_PENDING_BYTES
+        if self._num_pending and (is_large or self._num_pending >= self._max_pending):
             raise Unavailable(429, f"you have {self._num_pending} unfinished requests. Wait.")
         self._num_pending += 1
-        pending = Pending(digest)
+        self._num_pending_bytes += len(body)
+        pending = Pending(request_id, digest, len(body))
         self._requests[request_id] = pending
         return pending
 
@@ -103,14 +117,25 @@ class Results:
         self._end(pending, result)
 
     def _end(self, pending: Pending, result: FutureResult) -> None:
-        self._num_pending -= 1
-        self._num_bytes += len(result.body)
+        """Keep a result, unless there is one already."""
+        if pending.result.done():
+            return
         pending.result.set_result(result)
-        self._drop_oldest()
+        pending.task = None
+        self._num_pending -= 1
+        self._num_pending_bytes -= pending.num_bytes
+        self._num_bytes += len(result.body) + OVERHEAD
+        self._finished.append(pending.request_id)
+        while self._num_bytes > MAX_BYTES and len(self._finished) > 1:
+            oldest = self._requests.pop(self._finished.popleft())
+            self._num_bytes -= len(oldest.result.result().body) + OVERHEAD
 
     def start(self, pending: Pending, job: RequestJob) -> None:
         """Run a job in a task, which `cancel` can cancel."""
-        pending.task = asyncio.create_task(self.run(pending, job))
+        task = asyncio.create_task(self.run(pending, job))
+        pending.task = task
+        cancelled = _failed("the request was cancelled", "user")
+        task.add_done_callback(lambda _: self._end(pending, cancelled))  # before it has begun
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request that runs in a task of its own, if it has not ended."""
@@ -131,15 +156,6 @@ class Results:
             return await asyncio.wait_for(asyncio.shield(pending.result), WAIT_S)
         except TimeoutError:
             raise Unavailable(408, "the request has not ended yet.") from None
-
-    def _drop_oldest(self) -> None:
-        """Drop the oldest results beyond MAX_BYTES."""
-        for request_id, pending in [*self._requests.items()]:
-            if self._num_bytes <= MAX_BYTES:
-                return
-            if pending.result.done():
-                self._num_bytes -= len(pending.result.result().body)
-                del self._requests[request_id]
 
 
 def _failed(error: str, category: str) -> FutureResult:
@@ -170,20 +186,34 @@ class Turns:
 
     async def _run(self) -> None:
         while True:
-            await self._has_next.wait()
+            timeout_s = GAP_S if self._waiting else None
+            try:
+                await asyncio.wait_for(self._has_next.wait(), timeout_s)
+            except TimeoutError:
+                await self._skip_gap()
             self._has_next.clear()
             while self._next in self._waiting:
                 pending, job = self._waiting.pop(self._next)
                 self._next += 1
                 await self._results.run(pending, job)
 
+    async def _skip_gap(self) -> None:
+        """Refuse the requests that wait for one that has not arrived; later ones run."""
+        missing = self._next
+        self._next = max(self._waiting) + 1
+        await self._refuse_waiting(f"the request with seq_id={missing} has not arrived.")
+
     async def close(self, reason: str) -> None:
         """End; requests that wait for their turn fail."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        for pending, _ in self._waiting.values():
-            await self._results.run(pending, partial(_refuse, reason))
+        await self._refuse_waiting(reason)
+
+    async def _refuse_waiting(self, reason: str) -> None:
+        refused = [*self._waiting.values()]
         self._waiting.clear()
+        for pending, _ in refused:
+            await self._results.run(pending, partial(_refuse, reason))
 
 
 async def _refuse(reason: str) -> FutureResult:

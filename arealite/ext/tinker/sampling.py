@@ -1,13 +1,17 @@
 """Sampling clients: each has fixed weights, the base model or an adapter that was saved."""
 
+import asyncio
 import math
 from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from arealite.base.errors import UserError
+from arealite.ext.session.calls import Call
 from arealite.ext.session.sample_rows import PromptScores, Sample
 from arealite.ext.session.training_session import Session
 from arealite.ext.tinker import bodies, messages
@@ -23,36 +27,45 @@ class LoadedAdapters:
     def __init__(self, session: Session, *, limit: int) -> None:
         self._session = session
         self._limit = limit
-        self._in_use = dict[str, int]()
-        """Number of open requests of each adapter."""
-        self._loaded = OrderedDict[str, Any]()
+        self._num_uses = dict[str, int]()
+        """Number of open requests of each adapter that has some."""
+        self._loads = OrderedDict[str, Call[Any]]()
         """The call that loads each adapter, the last used one at the end."""
 
-    async def begin_use(self, name: str, folder: Path) -> None:
-        """Load an adapter if it is not loaded, and keep it until `end_use`."""
-        self._in_use[name] = self._in_use.get(name, 0) + 1
+    @asynccontextmanager
+    async def in_use(self, name: str, folder: Path) -> AsyncGenerator[None]:
+        """Load an adapter if it is not loaded, and keep it during the body."""
+        self._num_uses[name] = self._num_uses.get(name, 0) + 1
         try:
-            if name not in self._loaded:
-                self._loaded[name] = self._session.serve(name, folder)
-            self._loaded.move_to_end(name)
-            await self._loaded[name]
-        except BaseException:
-            self._loaded.pop(name, None)
-            await self.end_use(name)
+            load = self._loads.get(name)
+            if load is None:
+                load = self._session.serve(name, folder)
+                self._loads[name] = load
+            self._loads.move_to_end(name)
+            await self._loaded(name, load)
+            yield
+        finally:
+            self._num_uses[name] -= 1
+            if not self._num_uses[name]:
+                del self._num_uses[name]
+            self._unload_oldest()
+
+    async def _loaded(self, name: str, load: Call[Any]) -> None:
+        """Wait until an adapter is loaded. If that fails, a later request loads it again."""
+        try:
+            await load
+        except Exception:
+            if self._loads.get(name) is load:
+                del self._loads[name]
             raise
-        await self._unload_oldest()
 
-    async def end_use(self, name: str) -> None:
-        """Allow to unload the adapter, unless other requests use it."""
-        self._in_use[name] -= 1
-        if not self._in_use[name]:
-            del self._in_use[name]
-
-    async def _unload_oldest(self) -> None:
-        unused = [name for name in self._loaded if name not in self._in_use]
-        for name in unused[: max(0, len(self._loaded) - self._limit)]:
-            del self._loaded[name]
-            await self._session.remove_adapter(name)
+    def _unload_oldest(self) -> None:
+        """Begin to unload the adapters beyond the limit that no request uses."""
+        unused = [name for name in self._loads if name not in self._num_uses]
+        for name in unused[: max(0, len(self._loads) - self._limit)]:
+            if self._loads[name].done():
+                del self._loads[name]
+                self._session.remove_adapter(name)
 
 
 class SamplingClient:
@@ -90,31 +103,38 @@ class SamplingClient:
                 "the weights of this sampling client were removed: of each model the last "
                 "tinker.max_samplers snapshots are kept. Use save_weights_for_sampler(name)."
             )
-        await self._loaded.begin_use(self._adapter, self._folder)
-        try:
+        async with self._loaded.in_use(self._adapter, self._folder):
             return await self._sample(body, prompt)
-        finally:
-            await self._loaded.end_use(self._adapter)
 
     async def _sample(self, body: bodies.SampleBody, prompt: list[int]) -> FutureResult:
-        session = self._session
-        num_top = body.topk_sample_logprobs
-        sampling = session.sample(
+        """Sample, and score the prompt meanwhile."""
+        response = messages.make("SampleResponse")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sampling = tasks.create_task(self._samples(body, prompt))
+                if body.prompt_logprobs or body.topk_prompt_logprobs:
+                    tasks.create_task(self._add_scores(response, body, prompt))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        for sample in sampling.result():
+            response.sequences.append(_sequence(sample, body.topk_sample_logprobs))
+        return FutureResult(body=messages.serialized(response), content_type=PROTOBUF)
+
+    async def _samples(self, body: bodies.SampleBody, prompt: list[int]) -> list[Sample]:
+        return await self._session.sample(
             prompt,
             n=body.num_samples,
             adapter=self._adapter,
             seed=body.sampling_params.seed,
             is_trained_on=False,
-            top_logprobs=num_top,
-            **options_of(body.sampling_params, session.context_length - len(prompt)),
+            top_logprobs=body.topk_sample_logprobs,
+            **options_of(body.sampling_params, self._session.context_length - len(prompt)),
         )
-        response = messages.make("SampleResponse")
-        if body.prompt_logprobs or body.topk_prompt_logprobs:
-            scoring = session.score(prompt, adapter=self._adapter, top=body.topk_prompt_logprobs)
-            _add_scores(response, await scoring, body)
-        for sample in await sampling:
-            response.sequences.append(_sequence(sample, num_top))
-        return FutureResult(body=messages.serialized(response), content_type=PROTOBUF)
+
+    async def _add_scores(self, response: Any, body: bodies.SampleBody, prompt: list[int]) -> None:
+        num_top = body.topk_prompt_logprobs
+        scores = await self._session.score(prompt, adapter=self._adapter, top=num_top)
+        _add_scores(response, scores, body)
 
 
 def checked_prompt(body: bodies.SampleBody, vocabulary: int) -> list[int]:
@@ -159,7 +179,7 @@ def options_of(params: bodies.SampleOptions, longest: int) -> dict[str, Any]:
     strings = [text for text in stop or [] if isinstance(text, str)]
     ids = [token for token in stop or [] if isinstance(token, int)]
     return {
-        "max_tokens": min(longest, params.max_tokens or longest),
+        "max_tokens": longest if params.max_tokens is None else min(longest, params.max_tokens),
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,

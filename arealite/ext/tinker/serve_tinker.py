@@ -8,12 +8,13 @@ prints how a client finds it. All options of a session apply, such as
 launcher.llm_servers=2 (docs/tinker.md)."""
 
 import asyncio
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arealite.api.experiment_config import run_paths
 from arealite.base.errors import UserError
-from arealite.base.folder_checks import check_name
 from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight
 from arealite.cli.options import CONFIG_DIR, CommandLine
@@ -25,7 +26,12 @@ from arealite.system.names.name_registry import NameRegistry
 
 KEY_PREFIX = "tml-"
 """The SDK requires it."""
-OWN = "tinker."
+MIN_KEY = 20
+"""Characters of the shortest key."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+TINKER = "tinker."
+"""Begins the options of the service; all others are a session's."""
+KEY_FILE = "tinker.key"
 TENANTS = "tenants"
 """Folder of the tenants' checkpoints in the trial's folder."""
 
@@ -48,21 +54,31 @@ def main(argv: Sequence[str]) -> int:
     messages.message_types()
     if config.tinker.keys_file is not None:
         read_keys(Path(config.tinker.keys_file))
-    words = [word for word in layers.overrides if not word.startswith(OWN)]
+    own_words = [word for word in layers.overrides if word.startswith(TINKER)]
+    words = [word for word in layers.overrides if word not in own_words]
+    session_words = [*map(str, layers.files), *words]
 
     import uvloop
 
-    uvloop.run(_serve(config, words))
+    uvloop.run(_serve(config, session_words))
     return 0
 
 
-async def _serve(config: TinkerServerConfig, words: Sequence[str]) -> None:
+async def _serve(config: TinkerServerConfig, session_words: Sequence[str]) -> None:
     from arealite.ext.tinker.tinker_server import TinkerServer
 
     stopped = asyncio.Event()
     on_stop(asyncio.get_running_loop(), lambda _: stopped.set())
     path = config.model.path
-    async with session(path, adapters=[], overrides=words, trial=config.trial_name) as running:
+    started = session(
+        path,
+        servers=config.launcher.llm_servers or None,
+        addresses=config.llm_server.addresses,
+        adapters=[],
+        trial=config.trial_name,
+        overrides=session_words,
+    )
+    async with started as running:
         service = Service(
             running,
             config.tinker,
@@ -76,10 +92,10 @@ async def _serve(config: TinkerServerConfig, words: Sequence[str]) -> None:
 
 
 def _key_hint(config: TinkerServerConfig) -> str:
-    """Return what a shell needs to find the key, which is not printed."""
+    """Return how a shell finds the key, which is not printed."""
     if config.tinker.keys_file is not None:
         return f"…  # the tenant's key in {config.tinker.keys_file}"
-    return f"{KEY_PREFIX}$(arealite secret --token trial_name={config.trial_name})"
+    return f"$(cat {run_paths(config).root / KEY_FILE})"
 
 
 def make_tenants(config: TinkerServerConfig) -> dict[str, Tenant]:
@@ -89,10 +105,19 @@ def make_tenants(config: TinkerServerConfig) -> dict[str, Tenant]:
         secret = NameRegistry.of(config).secret
         if secret is None:
             raise UserError("cluster.security=false: the trial has no key. Set tinker.keys_file.")
-        keys = {f"{KEY_PREFIX}{secret.token}": "default"}
+        key = f"{KEY_PREFIX}{secret.derive(TENANTS).hex()}"
+        write_private(root.with_name(KEY_FILE), key)
+        keys = {key: "default"}
     else:
         keys = read_keys(Path(config.tinker.keys_file))
     return {key: Tenant(name, root / name, config.tinker) for key, name in keys.items()}
+
+
+def write_private(file: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(text)
 
 
 def read_keys(file: Path) -> Mapping[str, str]:
@@ -113,17 +138,14 @@ def read_keys(file: Path) -> Mapping[str, str]:
         if not line.strip() or line.startswith("#"):
             continue
         name, _, key = line.strip().partition(" ")
-        check_name(f"tinker.keys_file: line {number}", name)
-        if not key.startswith(KEY_PREFIX) or len(key) < MIN_KEY or key in tenants:
-            raise UserError(
-                f"tinker.keys_file: line {number}: use `TENANT KEY`; a key begins with "
-                f"{KEY_PREFIX}, has at least {MIN_KEY} characters, and is no other tenant's."
+        is_key = key.startswith(KEY_PREFIX) and len(key) >= MIN_KEY and key not in tenants
+        if not is_key or not TENANT_NAME.fullmatch(name) or name in tenants.values():
+            raise UserError(  # the line may have a key: it is not shown
+                f"tinker.keys_file: line {number}: use `TENANT KEY`. A tenant is letters, digits, "
+                f"'_' and '-'; a key begins with {KEY_PREFIX} and has at least {MIN_KEY} "
+                "characters; both are in one line only."
             )
         tenants[key] = name
     if not tenants:
         raise UserError(f"tinker.keys_file={file}: it has no tenant.")
     return tenants
-
-
-MIN_KEY = 20
-"""Characters of the shortest key."""

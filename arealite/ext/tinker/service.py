@@ -8,8 +8,7 @@ import asyncio
 import hmac
 import itertools
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,8 @@ from arealite.ext.tinker.training import TrainedModel
 logger = log.get(__name__)
 SWEEP_S = 10.0
 """Time between two checks for client sessions without heartbeat."""
+MAX_ENDED = 1000
+"""Ended sessions that a tenant keeps, so that their clients are told."""
 LAST_STATE = "when-ended"
 """Name of the checkpoint of a model whose session ended without notice."""
 
@@ -40,8 +41,8 @@ class ClientSession:
     id: str
     last_heartbeat: float
     is_ended: bool = False
-    models: list[str] = field(default_factory=list[str])
-    samplers: list[str] = field(default_factory=list[str])
+    model_numbers: set[int] = field(default_factory=set[int])
+    """The numbers of the models that were made; each makes one model."""
 
 
 class Tenant:
@@ -54,6 +55,16 @@ class Tenant:
         self.sessions = dict[str, ClientSession]()
         self.models = dict[str, TrainedModel]()
         self.samplers = dict[str, SamplingClient]()
+
+    def models_of(self, session: ClientSession) -> list[TrainedModel]:
+        """Return the models of a session."""
+        prefix = f"{session.id}:"
+        return [model for model in self.models.values() if model.id.startswith(prefix)]
+
+    def samplers_of(self, session: ClientSession) -> list[SamplingClient]:
+        """Return the sampling clients of a session."""
+        prefix = f"{session.id}:"
+        return [sampler for sampler in self.samplers.values() if sampler.id.startswith(prefix)]
 
     def session(self, session_id: str) -> ClientSession:
         """Return a session that has not ended.
@@ -118,15 +129,17 @@ class Service:
         self._tenants = tenants
         self._loaded = LoadedAdapters(session, limit=options.max_samplers)
         self._adapter_numbers = itertools.count()
+        self._endings = set[asyncio.Task[None]]()
+        """Sessions that are ending."""
 
     def tenant_of(self, key: str) -> Tenant:
         """Return the tenant of a key.
 
         Raises:
-            Unavailable: The key is nobody's.
+            Unavailable: No tenant has this key.
         """
         found = None
-        for tenant_key, tenant in self._tenants.items():  # all, in a time that tells nothing
+        for tenant_key, tenant in self._tenants.items():  # all: the time tells nothing of a match
             if hmac.compare_digest(key.encode(errors="replace"), tenant_key.encode()):
                 found = tenant
         if found is None:
@@ -155,14 +168,27 @@ class Service:
         """Note that a client lives."""
         tenant.session(session_id).last_heartbeat = time.monotonic()
 
+    async def finish_session(self, tenant: Tenant, session_id: str) -> None:
+        """End a session; it goes on if the client does not wait for it."""
+        session = tenant.sessions.get(session_id)
+        if session is None:
+            raise Unavailable(404, f"there is no session {session_id!r:.100}.")
+        ending = asyncio.create_task(self.end_session(tenant, session))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        await asyncio.shield(ending)
+
     async def end_session(self, tenant: Tenant, session: ClientSession) -> None:
         """Remove the models and sampling clients of a session; their checkpoints stay."""
         session.is_ended = True
-        for sampler_id in session.samplers:
-            del tenant.samplers[sampler_id]
-        for model_id in session.models:
-            model = tenant.models.pop(model_id)
+        for sampler in tenant.samplers_of(session):
+            tenant.samplers.pop(sampler.id, None)
+        for model in tenant.models_of(session):
+            tenant.models.pop(model.id, None)
             await model.close("the session of this model has ended")
+        ended = [item.id for item in tenant.sessions.values() if item.is_ended]
+        for session_id in ended[:-MAX_ENDED]:
+            del tenant.sessions[session_id]
 
     async def watch(self) -> None:
         """End sessions without heartbeat, until cancelled; save the weights of their models."""
@@ -170,33 +196,36 @@ class Service:
             await asyncio.sleep(SWEEP_S)
             await self.end_silent_sessions(time.monotonic() - self._options.idle_s)
 
-    async def end_silent_sessions(self, oldest: float) -> None:
-        """End sessions whose last heartbeat was before `oldest`, of time.monotonic."""
-        for tenant, session in self._open_sessions():
-            if session.last_heartbeat < oldest:
-                await self._end_silent(tenant, session)
-
-    def _open_sessions(self) -> list[tuple[Tenant, ClientSession]]:
-        pairs = list[tuple[Tenant, ClientSession]]()
+    async def end_silent_sessions(self, last_heartbeat_before: float) -> None:
+        """End sessions that have sent no heartbeat since then, in seconds of time.monotonic."""
         for tenant in self._tenants.values():
-            pairs += [(tenant, item) for item in tenant.sessions.values() if not item.is_ended]
-        return pairs
+            for session in [*tenant.sessions.values()]:
+                if session.is_ended or session.last_heartbeat >= last_heartbeat_before:
+                    continue
+                try:
+                    await self._end_silent(tenant, session)
+                except Exception:
+                    logger.exception("a silent session did not end", session=session.id)
 
     async def _end_silent(self, tenant: Tenant, session: ClientSession) -> None:
+        """Save the models of a session, and end it."""
         saved = list[str]()
-        for model_id in session.models:
-            body = bodies.SaveWeights(model_id=model_id, seq_id=0, path=LAST_STATE, overwrite=True)
-            with suppress(UserError):
-                await tenant.models[model_id].save(body)
-                saved.append(f"{PREFIX}{model_id}/weights/{LAST_STATE}")
-        logger.warning("session ended without heartbeat", tenant=tenant.name, saved=saved)
-        await self.end_session(tenant, session)
+        try:
+            for model in tenant.models_of(session):
+                body = bodies.SaveWeights(
+                    model_id=model.id, seq_id=0, path=LAST_STATE, overwrite=True
+                )
+                await model.save(body)
+                saved.append(f"{PREFIX}{model.id}/weights/{LAST_STATE}")
+        finally:
+            logger.warning("session ended without heartbeat", tenant=tenant.name, saved=saved)
+            await self.end_session(tenant, session)
 
     # ------------------------------------------------------------ models
 
     def create_model(self, tenant: Tenant, body: bodies.CreateModel, raw: bytes) -> str:
         """Begin to make a model; return the id of the result."""
-        session = tenant.session(body.session_id)
+        self._check_optimizer(body.optimizer_config)
         lora = body.lora_config or bodies.LoraOptions(rank=32)
         recipe = Recipe(
             base_model=body.base_model,
@@ -204,12 +233,44 @@ class Service:
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
         )
-        model_id = f"{session.id}:train:{body.model_seq_id}"
+        session = tenant.session(body.session_id)
+        make = partial(self._make_model, tenant, session, recipe=recipe, seed=lora.seed)
+        return self._begin_model(tenant, session, body.model_seq_id, raw, make)
+
+    def load_weights(self, tenant: Tenant, body: bodies.LoadWeights, raw: bytes) -> str:
+        """Begin to load a checkpoint into a model, or into a new one; return the result's id."""
+        if body.model_id is not None:
+            model = tenant.model(body.model_id)
+            job = partial(model.load, body.path, with_optimizer=body.optimizer)
+            return model.submit(body.seq_id or 0, raw, job)
         self._check_optimizer(body.optimizer_config)
+        session = tenant.session(body.session_id or "")
+        make = partial(
+            self._make_model,
+            tenant,
+            session,
+            recipe=tenant.checkpoints.read(body.path).recipe,
+            path=body.path,
+            with_optimizer=body.optimizer,
+        )
+        return self._begin_model(tenant, session, body.model_seq_id or 0, raw, make)
+
+    def _begin_model(
+        self,
+        tenant: Tenant,
+        session: ClientSession,
+        number: int,
+        raw: bytes,
+        make: Callable[[str], Awaitable[FutureResult]],
+    ) -> str:
+        """Begin to make the model of a number, once; return the id of the result."""
+        model_id = f"{session.id}:train:{number}"
         request_id = f"{model_id}:create"
         pending = tenant.results.begin(request_id, raw)
         if pending is not None:
-            job = partial(self._make_model, tenant, session, model_id, recipe, seed=lora.seed)
+            is_new = number not in session.model_numbers
+            session.model_numbers.add(number)
+            job = partial(make, model_id) if is_new else partial(_refuse_again, number)
             tenant.results.start(pending, job)
         return request_id
 
@@ -218,14 +279,16 @@ class Service:
         tenant: Tenant,
         session: ClientSession,
         model_id: str,
-        recipe: Recipe,
         *,
+        recipe: Recipe,
         seed: int | None = None,
         path: str | None = None,
         with_optimizer: bool = False,
     ) -> FutureResult:
         """Make a model, which begins with the checkpoint of a path."""
-        self._check_recipe(recipe)
+        self._check_base_model(recipe.base_model)
+        if not 1 <= recipe.rank <= self._options.max_rank:
+            raise UserError(f"rank={recipe.rank}: use 1 to {self._options.max_rank}.")
         if len(tenant.models) >= self._options.max_models:
             raise UserError(
                 f"you train {len(tenant.models)} models, the limit. Close a client "
@@ -244,49 +307,21 @@ class Service:
             await model.add(seed)
             if path is not None:
                 await model.load(path, with_optimizer=with_optimizer)
+            if session.is_ended:
+                raise UserError("the session of this model has ended.")
         except BaseException:
-            del tenant.models[model_id]
+            tenant.models.pop(model_id, None)
             await model.close("the model could not be made")
             raise
-        session.models.append(model_id)
         return FutureResult.of({"model_id": model_id, "path": path})
 
-    def _check_recipe(self, recipe: Recipe) -> None:
-        if recipe.base_model != self.base_model:
-            raise UserError(
-                f"base_model={recipe.base_model!r:.200}: this service has {self.base_model!r}."
-            )
-        if not 1 <= recipe.rank <= self._options.max_rank:
-            raise UserError(f"rank={recipe.rank}: use 1 to {self._options.max_rank}.")
+    def _check_base_model(self, name: str | None) -> None:
+        if name != self.base_model:
+            raise UserError(f"base_model={name!r:.200}: this service has {self.base_model!r}.")
 
     def _check_optimizer(self, choice: bodies.OptimizerChoice | None) -> None:
         if choice is not None and choice.type != "adamw":
             raise UserError(f"optimizer {choice.type!r:.40}: this service has adamw only.")
-
-    def load_weights(self, tenant: Tenant, body: bodies.LoadWeights, raw: bytes) -> str:
-        """Begin to load a checkpoint into a model, or into a new one; return the result's id."""
-        if body.model_id is not None:
-            model = tenant.model(body.model_id)
-            job = partial(model.load, body.path, with_optimizer=body.optimizer)
-            return model.submit(body.seq_id or 0, raw, job)
-        session = tenant.session(body.session_id or "")
-        self._check_optimizer(body.optimizer_config)
-        recipe = tenant.checkpoints.read(body.path).recipe
-        model_id = f"{session.id}:train:{body.model_seq_id}"
-        request_id = f"{model_id}:create"
-        pending = tenant.results.begin(request_id, raw)
-        if pending is not None:
-            job = partial(
-                self._make_model,
-                tenant,
-                session,
-                model_id,
-                recipe,
-                path=body.path,
-                with_optimizer=body.optimizer,
-            )
-            tenant.results.start(pending, job)
-        return request_id
 
     def model_info(self, tenant: Tenant, model_id: str) -> dict[str, object]:
         """Describe a model."""
@@ -311,9 +346,6 @@ class Service:
 
     async def _unload(self, tenant: Tenant, model: TrainedModel) -> FutureResult:
         tenant.models.pop(model.id, None)
-        for session in tenant.sessions.values():
-            if model.id in session.models:
-                session.models.remove(model.id)
         await model.close("the model was unloaded")
         return FutureResult.of({"model_id": model.id, "type": "unload_model"})
 
@@ -354,12 +386,10 @@ class Service:
             UserError: There is no such model or checkpoint.
         """
         session = tenant.session(body.session_id)
-        if body.model_path is not None:
-            tenant.checkpoints.read(body.model_path)
-        elif body.base_model != self.base_model:
-            raise UserError(
-                f"base_model={body.base_model!r:.200}: this service has {self.base_model!r}."
-            )
+        if body.model_path is None:
+            self._check_base_model(body.base_model)
+        else:
+            self._check_base_model(tenant.checkpoints.read(body.model_path).recipe.base_model)
         return self._new_sampler(
             tenant, session, body.sampling_session_seq_id, path=body.model_path
         )
@@ -380,7 +410,9 @@ class Service:
         folder = None
         if path is not None:
             folder = tenant.checkpoints.folder(path) / ADAPTER
-            adapter = f"{tenant.name}.{'.'.join(path.removeprefix(PREFIX).split('/'))}"
+            # Another checkpoint may get this path later.
+            created = tenant.checkpoints.read(path).created
+            adapter = f"{tenant.name}.{path.removeprefix(PREFIX).replace('/', '.')}.{created}"
         sampler = SamplingClient(
             sampler_id,
             base_model=self.base_model,
@@ -391,7 +423,6 @@ class Service:
             loaded=self._loaded,
         )
         tenant.samplers[sampler_id] = sampler
-        session.samplers.append(sampler_id)
         return sampler
 
     def sample(self, tenant: Tenant, body: bodies.SampleBody, raw: bytes) -> dict[str, Any]:
@@ -405,3 +436,7 @@ class Service:
             tenant.results.start(pending, partial(sampler.sample, body))
         ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
+
+
+async def _refuse_again(number: int) -> FutureResult:
+    raise UserError(f"model_seq_id={number}: this session has made that model already.")

@@ -207,8 +207,7 @@ class TinkerServer:
         return {"type": "session_heartbeat"}
 
     async def _finish_session(self, tenant: Tenant, request: web.Request) -> object:
-        session = tenant.session(request.match_info["id"])
-        await self._service.end_session(tenant, session)
+        await self._service.finish_session(tenant, request.match_info["id"])
         return {}
 
     async def _forward_backward(self, request: web.Request) -> web.StreamResponse:

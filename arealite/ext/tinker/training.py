@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -71,6 +72,8 @@ class TrainedModel:
         self._results = results
         self._turns = Turns(results)
         self._snapshots = deque[str]()
+        self._has_failed_pass = False
+        """Whether a forward_backward has failed since the last optim_step."""
 
     def submit(self, seq_id: int, body: bytes, job: RequestJob) -> str:
         """Run a job after the requests with smaller numbers; return the id of its result."""
@@ -81,11 +84,12 @@ class TrainedModel:
         return request_id
 
     async def close(self, reason: str) -> None:
-        """Refuse all further requests; remove the adapter and the snapshots."""
+        """Refuse all further requests; remove the snapshots and the adapter, if it was added."""
         await self._turns.close(reason)
         for path in self._snapshots:
             self._checkpoints.remove(path)
-        await self._session.remove_adapter(self.adapter)
+        with suppress(UserError):
+            await self._session.remove_adapter(self.adapter)
 
     async def add(self, seed: int | None = None, folder: Path | None = None) -> None:
         """Make the adapter, which adds 0 at first, or is that of a folder."""
@@ -123,7 +127,17 @@ class TrainedModel:
         return data
 
     async def forward_backward(self, request: Any) -> FutureResult:
-        """Add the gradient of a loss, or only compute it; `request` is a ForwardBackwardRequest."""
+        """Add the gradient of a loss, or only compute it; `request` is a ForwardBackwardRequest.
+
+        If it fails, the next `optim_step` does not apply the gradient of the others.
+        """
+        try:
+            return await self._pass(request)
+        except BaseException:
+            self._has_failed_pass |= not request.forward_only
+            raise
+
+    async def _pass(self, request: Any) -> FutureResult:
         sent = {**request.loss_fn_config}
         for name, value in request.loss_fn_config_v2.items():
             sent[name] = value.text if value.text else value.number
@@ -142,6 +156,10 @@ class TrainedModel:
         params = body.adam_params
         if params is None:
             raise UserError("optim_step: this service has AdamW only. Send AdamParams.")
+        if self._has_failed_pass:
+            self._has_failed_pass = False
+            await self._session.drop_gradient(adapter=self.adapter)
+            raise UserError("optim_step: a forward_backward has failed; its gradient was dropped.")
         stats = await self._session.optim_step(
             params.learning_rate,
             adapter=self.adapter,

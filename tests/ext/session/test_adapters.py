@@ -413,7 +413,10 @@ async def test_server_with_other_weights_of_an_adapter_is_refused(
 
         def twice_scaled(*arguments: Any) -> dict[str, LowRank]:
             low_rank = read(*arguments)
-            return {name: replace(low_rank[name], scaling=0.25) for name in low_rank}
+            return {
+                name: replace(matrices, up_OR=2 * matrices.up_OR)
+                for name, matrices in low_rank.items()
+            }
 
         monkeypatch.setattr(server_app, "read_low_rank", twice_scaled)
         with pytest.raises(RoleError, match=r"other log-probabilities with version 1 of 'alice'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -155,7 +156,8 @@ async def test_model_is_trained_saved_and_sampled(tmp_path: Path) -> None:
     assert len(samples.prompt_logprobs) == 12
     assert samples.topk_prompt_logprobs.length == 3
     snapshot = f"aaa.{model.replace(':', '-')}.snapshots.000005"
-    assert run.session.calls == [
+    calls = [re.sub(r"\.\d+\.\d+$", "", call) for call in run.session.calls]  # times
+    assert calls == [
         "add model0 rank=8 targets=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
         "forward_backward model0",
         "optim_step model0 lr=0.0001",
@@ -164,8 +166,8 @@ async def test_model_is_trained_saved_and_sampled(tmp_path: Path) -> None:
         "save model0",
         "export model0",
         f"serve {snapshot}",
-        f"score {snapshot}",
         f"sample {snapshot}",
+        f"score {snapshot}",
         "add model1 rank=8 targets=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
         "load model1",
         "remove model0",
