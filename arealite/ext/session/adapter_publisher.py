@@ -270,7 +270,8 @@ def _process(entry: Entry) -> tuple[str, object]:
 
 def _check_server(entry: Entry) -> None:
     """Raise UserError if a server cannot load adapters by name."""
-    if "adapters" not in entry.value:
+    # Only embedded servers report a version for each adapter.
+    if "adapters" not in entry.value or entry.value.get("type") != "embedded":
         raise UserError(
             f"the server at {entry.value['address']} cannot load adapters by name. "
             "Let the session start its servers (servers=1), without `addresses`."
