@@ -165,7 +165,7 @@ class SGLangProtocol(ServerProtocol):
         )
 
     def lacks_adapter(self, status: int, raw: bytes) -> bool:
-        return status == 400 and b"LoRA adapter" in raw
+        return status == 400 and b"adapter" in raw
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": rid}
