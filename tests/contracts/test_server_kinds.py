@@ -82,6 +82,29 @@ async def test_description_is_read_by_the_protocol_of_its_kind_only(kind: KindOf
         assert await kind.describe(part_of_entry("server_protocol", entry)()) is None
 
 
+async def test_request_that_names_a_missing_adapter_is_refused(kind: KindOfServer) -> None:
+    description = await kind.describe(kind.protocol)
+    assert description is not None and not description.serves_adapters
+    assert not kind.control.can.names_adapters
+    status, raw = await kind.send(request(2, adapter="policy-7"))
+    assert kind.protocol.lacks_adapter(status, raw), (status, raw)
+    status, raw = await kind.send(request(2, input_ids=[5] * 600))
+    assert status == 400 and not kind.protocol.lacks_adapter(status, raw)
+
+
+@pytest.mark.parametrize(("name", "fake"), [("sglang", FakeSGLang), ("vllm", FakeVLLM)])
+async def test_server_that_was_started_with_adapters_says_so(
+    name: str, fake: type[ScriptedServer], folders: list[str]
+) -> None:
+    async with fake() as server:
+        server.adapters.max_rank = 8
+        pool = Pool(60.0)
+        kind = KindOfServer(address=server.url, name=name, folders=folders, pool=pool)
+        description = await kind.describe(kind.protocol)
+        pool.close()
+        assert description is not None and description.adapters == {"adapters": {}}
+
+
 async def test_answer_has_a_logprob_and_a_version_of_each_token(kind: KindOfServer) -> None:
     answer = await kind.generate(6)
     assert len(answer.output_ids) == len(answer.logprobs) == answer.num_tokens == 6

@@ -167,8 +167,7 @@ class SGLangProtocol(ServerProtocol):
         )
 
     def lacks_adapter(self, status: int, raw: bytes) -> bool:
-        is_embedded_text = b"lora_path: no adapter" in raw
-        return status == 400 and (is_embedded_text or b"LoRA adapter" in raw)
+        return status == 400 and b"adapter" in raw
 
     def abort_request(self, rid: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": rid}

@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from arealite.api.llm import SamplingConfig
+from arealite.api.publisher import Generate
+from arealite.api.server_protocol import GenerateRequest
 from arealite.impl.publisher import servers as base
 from tests.fakes.scripted_server import ScriptedServer
 from tests.fakes.server_kinds import kind as kind
@@ -143,6 +146,32 @@ async def test_adapter_with_another_scale_is_merged(
         (server,) = site.servers
         await site.publish(1)
         assert server.version == "1" and not site.is_adapter() and not loaded(server)
+
+
+class WrongAdapters:
+    """A proof that finds other weights in each server that requests must name an adapter for."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+
+    def expect(self, version: int) -> None:
+        """Expect nothing."""
+
+    async def fault(self, server_id: str, version: int, generate: Generate) -> str:
+        sampling = SamplingConfig(max_new_tokens=1)
+        await generate(GenerateRequest(rid="proof~", input_ids=[5, 6], sampling=sampling))
+        return "other weights" if adapters(self._server)[-1] else ""
+
+
+async def test_adapter_that_the_canary_refutes_is_followed_by_merged_weights(
+    site: AdapterSite,
+) -> None:
+    """The proof names the adapter: else it would prove the base model."""
+    (server,) = site.servers
+    site.publisher.proof = WrongAdapters(server)  # type: ignore[assignment]
+    await site.publish(3)
+    assert (server.version, adapters(server)[-1]) == ("3", "")
+    assert "policy-3" in adapters(server) and not loaded(server)
 
 
 async def test_server_without_adapters_gets_merged_weights(
