@@ -1,12 +1,61 @@
-"""Checks of a session's options, before a process starts."""
+"""The options of a session, checked before a process starts."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from arealite.api.experiment_config import ExperimentConfig
+import structlog
+
+from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.llm import SamplingConfig
+from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.cli import preflight
+from arealite.base.files import lock_file
+from arealite.cli import configs, preflight, resolved
+from arealite.ext.notebook.command_line import resolve
+from arealite.ext.session.added_adapter import new_adapter
 from arealite.system.names.name_registry import NameRegistry
+
+IN_USE = "Close the other session, or pass another trial."
+
+
+def prepared(
+    model: str | Path,
+    words: Sequence[str],
+    resources: ExitStack,
+) -> tuple[ExperimentConfig, dict[str, Any]]:
+    """Check the options of a session, and lock its trial's folders.
+
+    Args:
+        model: The model's folder or id.
+        words: The options.
+        resources: Gets the locks.
+
+    Returns:
+        The options, and config.json of the model.
+
+    Raises:
+        UserError: A check failed.
+    """
+    config = resolve(ExperimentConfig, "async_ppo", words, data={}, parts={"model": model})
+    config = resolved.resolve_host(configs.with_model(config))
+    model_config = check_input(config)
+    for folder in (name_dir(config), run_paths(config).root):
+        folder.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
+    run_paths(config).logs.mkdir(exist_ok=True)
+    if not structlog.is_configured():
+        log.setup("session", "error")
+    return config, model_config
+
+
+def check_adapters(config: ExperimentConfig, names: Sequence[str]) -> None:
+    """Raise UserError if two adapters have one name, or a name is wrong."""
+    for name in names:
+        new_adapter(config, name)
+        if names.count(name) > 1:
+            raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
 
 
 def check_sampling(sampling: SamplingConfig) -> None:

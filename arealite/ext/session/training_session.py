@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import structlog
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.engine import Sequence, Stats
 from arealite.api.engine_config import OptimizerConfig
-from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
+from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
-from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.files import lock_file
 from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import vocab_size
-from arealite.cli import configs, preflight, resolved
-from arealite.ext.notebook.command_line import checked, resolve
+from arealite.cli import preflight
+from arealite.ext.notebook.command_line import checked
 from arealite.ext.session.adapter_records import AdapterRecord
 from arealite.ext.session.added_adapter import new_adapter
 from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
@@ -39,10 +36,9 @@ from arealite.ext.session.sample_rows import (
     tokenized,
 )
 from arealite.ext.session.sampling_thread import SamplingThread
-from arealite.ext.session.start_checks import check_input, check_sampling
+from arealite.ext.session.start_checks import check_adapters, check_sampling, prepared
 
 T = TypeVar("T")
-IN_USE = "Close the other session, or pass another trial."
 
 
 class Session:
@@ -90,7 +86,6 @@ class Session:
         try:
             self._config = await asyncio.to_thread(checked, self._prepare)
             self._records[""] = AdapterRecord(optimizer=self._optimizer)
-            self._check_first_adapters()
             loading = self._calls.submit(self._policy.load_model, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
@@ -109,31 +104,11 @@ class Session:
 
     def _prepare(self) -> ExperimentConfig:
         """Return the checked options, and lock the trial's folders."""
-        config = resolve(
-            ExperimentConfig,
-            "async_ppo",
-            self._words,
-            data={},
-            parts={"model": self._model},
-        )
-        config = resolved.resolve_host(configs.with_model(config))
-        model = check_input(config)
+        config, model = prepared(self._model, self._words, self._resources)
         self.vocabulary_size = vocab_size(model) or 0
         self.context_length = min(preflight.contexts(config, model, []), default=0)
-        for folder in (name_dir(config), run_paths(config).root):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
-        run_paths(config).logs.mkdir(exist_ok=True)
-        if not structlog.is_configured():
-            log.setup("session", "error")
+        check_adapters(config, self._first_adapters)
         return config
-
-    def _check_first_adapters(self) -> None:
-        """Raise UserError if two adapters have one name, or a name is wrong."""
-        for name in self._first_adapters:
-            new_adapter(self._config, name)
-            if self._first_adapters.count(name) > 1:
-                raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
 
     async def close(self) -> None:
         """Finish all engine calls, cancel samples, and end the servers that the session started.
