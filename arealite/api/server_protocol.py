@@ -130,11 +130,6 @@ class ServerDescription:
     serves_adapters: bool = False
     """Whether it loads adapters while it runs."""
 
-    @property
-    def adapters(self) -> dict[str, object]:
-        """The key `adapters` of its entry in the name registry, if it serves adapters."""
-        return {"adapters": {}} if self.serves_adapters else {}
-
 
 class ServerProtocol(ABC):
     """Requests and answers of one kind of server. Objects have no state."""

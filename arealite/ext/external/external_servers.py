@@ -30,7 +30,12 @@ from arealite.api.server_protocol import (
 from arealite.base import entries, log, model_folder
 from arealite.base.errors import DeadlineError, RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.ext.server_processes.follow import describe, follow, json_object
+from arealite.ext.server_processes.follow import (
+    adapters_entry,
+    describe,
+    follow,
+    json_object,
+)
 from arealite.impl.http_client import Pool
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry, NameRegistry
@@ -184,7 +189,7 @@ class ExternalServers:
                     "architectures": description.architectures,
                     "context_length": description.context_length,
                     "dtype": description.dtype,
-                    **description.adapters,
+                    **adapters_entry(description),
                     "version": description.version,
                     "host": address.rpartition(":")[0],
                     "pid": description.start_id,

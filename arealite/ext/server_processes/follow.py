@@ -40,6 +40,11 @@ async def describe(
     return protocol.describe(answers)
 
 
+def adapters_entry(description: ServerDescription) -> dict[str, object]:
+    """Return the part of a server's entry that tells a publisher that it takes adapters."""
+    return {"adapters": {}} if description.serves_adapters else {}
+
+
 async def follow(
     entry: dict[str, object],
     changed: asyncio.Event,

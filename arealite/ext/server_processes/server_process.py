@@ -25,7 +25,12 @@ from arealite.api.server_protocol import (
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, RoleError, UserError
 from arealite.ext.server_processes.config import ServerProcessOptions
-from arealite.ext.server_processes.follow import describe, follow, json_object
+from arealite.ext.server_processes.follow import (
+    adapters_entry,
+    describe,
+    follow,
+    json_object,
+)
 from arealite.impl.http_client import Pool
 from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
@@ -271,7 +276,7 @@ class ServerProcess(Supervisor):
                 **self.launch.metadata,
                 "context_length": description.context_length,
                 "dtype": description.dtype,
-                **description.adapters,
+                **adapters_entry(description),
                 "pid": self.children[0].pid,
             }
             for path in self.launch.program.warm_up_paths:
