@@ -31,8 +31,8 @@ WEB_LINES = 1250
 """Lines of JavaScript, CSS and HTML that are not blank."""
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
-TOTAL_TOKENS = 411_550
-CORE_TOKENS = 130_250
+TOTAL_TOKENS = 438_500
+CORE_TOKENS = 132_320
 """Tokens outside arealite/ext."""
 TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
@@ -65,7 +65,7 @@ READING_PATH = (
     "impl/publisher/disk.py",
 )
 """All files between a prompt and the updated weights, in the order of docs/architecture.md."""
-PATH_TOKENS = 40_460
+PATH_TOKENS = 41_050
 
 REPEATED_MODULES = ("__init__", "command", "config", "env")
 """Names that each folder may give to one of its modules."""

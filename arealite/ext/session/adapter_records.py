@@ -9,8 +9,8 @@ from arealite.api.engine_config import OptimizerConfig
 class AdapterRecord:
     """The versions of one adapter, or of the default weights."""
 
-    optimizer: OptimizerConfig
-    """Options of its optimizer."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Options of its optimizer, if it is trained."""
     is_trained: bool = True
     """Whether this session trains it; False: servers have it from a folder (`Session.serve`)."""
     version: int = 0

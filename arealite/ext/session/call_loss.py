@@ -15,6 +15,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.cli import configs, options
+from arealite.ext.session.adapter_records import AdapterRecord
 
 OwnLoss = Callable[[LossInput], Any]
 """Returns the loss, or (loss, stats) as a LossFn. The loss is the sum over tokens of a term times
@@ -170,3 +171,27 @@ def weighted_rows(rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[S
             weight_T = np.full(len(row.tokens), weight, np.float32)
             weighted[index] = replace(row, fields={**row.fields, "loss_weight": weight_T})
     return weighted
+
+
+def check_staleness(
+    rows: Seq[Sequence],
+    records: Mapping[str, AdapterRecord],
+    *,
+    limit: int,
+) -> None:
+    """Refuse rows with loss tokens that are more than `limit` versions old.
+
+    Raises:
+        UserError: There are some.
+    """
+    for index, row in enumerate(rows):
+        if "versions" not in row.fields or not row.loss_mask.any():
+            continue
+        oldest = int(row.fields["versions"][row.loss_mask].min())
+        version = records[row.adapter].version
+        if version - oldest > limit:
+            raise UserError(
+                f"forward_backward: row {index} has tokens of version {oldest}, and the "
+                f"weights have version {version}: max_staleness={limit} is exceeded. "
+                "Train samples earlier, sample fewer batches ahead, or raise max_staleness."
+            )

@@ -14,7 +14,6 @@ import numpy as np
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.engine import Sequence, Stats
-from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
@@ -25,7 +24,7 @@ from arealite.cli import preflight
 from arealite.ext.notebook.command_line import checked
 from arealite.ext.session.adapter_records import AdapterRecord
 from arealite.ext.session.added_adapter import new_adapter
-from arealite.ext.session.call_loss import OwnLoss, changed, make_loss
+from arealite.ext.session.call_loss import OwnLoss, changed, check_staleness, make_loss
 from arealite.ext.session.calls import DEFAULT, Call, Calls
 from arealite.ext.session.policy import Policy
 from arealite.ext.session.sample_rows import (
@@ -85,7 +84,7 @@ class Session:
         """Check the input; start servers and load the model at the same time."""
         try:
             self._config = await asyncio.to_thread(checked, self._prepare)
-            self._records[""] = AdapterRecord(optimizer=self._optimizer)
+            self._records[""] = AdapterRecord(optimizer=self._config.trainer.ppo.optimizer)
             loading = self._calls.submit(self._policy.load_model, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
@@ -142,10 +141,6 @@ class Session:
 
     def _drop_gradient(self, adapters: Collection[str]) -> None:
         self._policy.drop_gradient(adapters)
-
-    @property
-    def _optimizer(self) -> OptimizerConfig:
-        return self._config.trainer.ppo.optimizer
 
     @property
     def _is_base_frozen(self) -> bool:
@@ -271,7 +266,7 @@ class Session:
         if name in self._records:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()
-        record = AdapterRecord(optimizer=self._optimizer, is_trained=False)
+        record = AdapterRecord(is_trained=False)
         self._records[name] = record
         loaded = self._pushing(sampler.serve_adapter(name, folder))
         self._forget_if_failed(name, record, loaded)
@@ -507,8 +502,6 @@ class Session:
             UserError: There are no rows, a row is older than `max_staleness`, or the loss is
                 wrong; in the call: a row lacks a field.
         """
-        if not rows:
-            raise UserError("forward_backward: there are no rows. Pass at least one.")
         ready = make_loss(self._config, loss, options)
         if record_outputs:
             recorded = {**(ready.record_outputs or {}), **record_outputs}
@@ -516,7 +509,7 @@ class Session:
         adapters = _adapters_of(rows)
         self._check(adapters)
         self._check_trained("forward_backward", adapters)
-        self._check_staleness(rows)
+        check_staleness(rows, self._records, limit=self._config.trainer.ppo.max_staleness)
         return self._begin(adapters, self._policy.forward_backward, [*rows], ready)
 
     def evaluate(
@@ -527,29 +520,8 @@ class Session:
         record_outputs: Mapping[str, str] | None = None,
     ) -> Call[Stats]:
         """Compute a loss as `forward_backward` does, without gradient."""
-        if not rows:
-            raise UserError("evaluate: there are no rows. Pass at least one.")
         ready = replace(make_loss(self._config, loss, {}), record_outputs=record_outputs)
         return self._begin(_adapters_of(rows), self._policy.evaluate, [*rows], ready)
-
-    def _check_staleness(self, rows: Seq[Sequence]) -> None:
-        """Refuse rows with loss tokens older than `max_staleness`.
-
-        Raises:
-            UserError: There are some.
-        """
-        limit = self._config.trainer.ppo.max_staleness
-        for index, row in enumerate(rows):
-            if "versions" not in row.fields or not row.loss_mask.any():
-                continue
-            oldest = int(row.fields["versions"][row.loss_mask].min())
-            version = self._records[row.adapter].version
-            if version - oldest > limit:
-                raise UserError(
-                    f"forward_backward: row {index} has tokens of version {oldest}, and the "
-                    f"weights have version {version}: max_staleness={limit} is exceeded. "
-                    "Train samples earlier, sample fewer batches ahead, or raise max_staleness."
-                )
 
     def optim_step(
         self,
@@ -704,5 +676,11 @@ class Session:
 
 
 def _adapters_of(rows: Seq[Sequence]) -> list[str]:
-    """Return the names of the adapters that compute rows."""
+    """Return the names of the adapters that compute rows.
+
+    Raises:
+        UserError: There are no rows.
+    """
+    if not rows:
+        raise UserError("there are no rows. Pass at least one.")
     return [*dict.fromkeys(row.adapter for row in rows)]
