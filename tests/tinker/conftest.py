@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,15 +99,10 @@ def serving(
             assert process.stdout is not None
             lines = [process.stdout.readline().strip() for _ in range(2)]
             assert lines[0].startswith("export TINKER_BASE_URL="), lines
-            secret = subprocess.run(
-                [sys.executable, "-m", "arealite.cli.main", "secret", "--token", *options],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
+            key_file = re.search(r"\$\(cat (.*)\)", lines[1])
             yield RunningService(
                 address=lines[0].partition("=")[2],
-                key=f"tml-{secret.stdout.strip()}",
+                key=Path(key_file[1]).read_text() if key_file else "",
                 folder=folder,
                 process=process,
             )

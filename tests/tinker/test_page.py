@@ -35,7 +35,7 @@ def test_program_of_the_page_runs_as_a_tenant_of_a_file(tiny: Path, tmp_path: Pa
     [
         ("ann tml-short", 0o600, "line 1: use `TENANT KEY`"),
         ("ann tml-0123456789abcdef", 0o644, "others may read it. Run chmod 600"),
-        ("../x tml-0123456789abcdef", 0o600, "keys_file: line 1="),
+        ("../x tml-0123456789abcdef", 0o600, "line 1: use `TENANT KEY`"),
         ("# nobody", 0o600, "it has no tenant"),
     ],
 )

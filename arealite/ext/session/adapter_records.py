@@ -1,6 +1,8 @@
 """What a session knows of each adapter."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from arealite.api.engine_config import OptimizerConfig
 
@@ -17,3 +19,15 @@ class AdapterRecord:
     """That of the newest `publish`."""
     confirmed: int = 0
     """Oldest version that may sample: all servers in traffic hold it, or the first version."""
+
+
+def forget_if_failed(records: dict[str, AdapterRecord], name: str, added: Future[Any]) -> None:
+    """Make the name of an adapter free again if it cannot be added."""
+    record = records[name]
+
+    def forget(added: Future[Any]) -> None:
+        is_failed = added.cancelled() or added.exception() is not None
+        if is_failed and records.get(name) is record:
+            del records[name]
+
+    added.add_done_callback(forget)

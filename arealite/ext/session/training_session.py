@@ -22,7 +22,7 @@ from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import vocab_size
 from arealite.cli import preflight
 from arealite.ext.notebook.command_line import checked
-from arealite.ext.session.adapter_records import AdapterRecord
+from arealite.ext.session.adapter_records import AdapterRecord, forget_if_failed
 from arealite.ext.session.added_adapter import new_adapter
 from arealite.ext.session.call_loss import OwnLoss, changed, check_staleness, make_loss
 from arealite.ext.session.calls import DEFAULT, Call, Calls
@@ -236,21 +236,10 @@ class Session:
         )
         first = self._next_versions.get(name, 0)
         options = adapter.training.optimizer
-        record = AdapterRecord(optimizer=options, version=first, confirmed=first)
-        self._records[name] = record
+        self._records[name] = AdapterRecord(optimizer=options, version=first, confirmed=first)
         added = self._calls.submit(self._policy.add_adapter, adapter, adapters=[name])
-        self._forget_if_failed(name, record, added)
+        forget_if_failed(self._records, name, added)
         return self._publish_adapter(name)
-
-    def _forget_if_failed(self, name: str, record: AdapterRecord, added: Future[Any]) -> None:
-        """Make the name of an adapter free again if it could not be added."""
-
-        def forget(added: Future[Any]) -> None:
-            is_failed = added.cancelled() or added.exception() is not None
-            if is_failed and self._records.get(name) is record:
-                del self._records[name]
-
-        added.add_done_callback(forget)
 
     def serve(self, name: str, folder: Path) -> Call[PublishReport]:
         """Load an adapter that peft wrote at the servers, for samples, until `remove_adapter`.
@@ -266,10 +255,9 @@ class Session:
         if name in self._records:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()
-        record = AdapterRecord(is_trained=False)
-        self._records[name] = record
+        self._records[name] = AdapterRecord(is_trained=False)
         loaded = self._pushing(sampler.serve_adapter(name, folder))
-        self._forget_if_failed(name, record, loaded)
+        forget_if_failed(self._records, name, loaded)
         return Call(loaded, self._calls, adapters=[name])
 
     def remove_adapter(self, name: str) -> Call[None]:

@@ -1,5 +1,7 @@
 """A session that computes nothing, and notes its calls."""
 
+import asyncio
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,22 @@ def write(file: Path, text: str) -> None:
     """Write a file into a new folder."""
     file.parent.mkdir()
     file.write_text(text)
+
+
+class FakeCall:
+    """A call that was begun: as with a session's, a wait that is cancelled does not cancel it."""
+
+    def __init__(self, note: Callable[[str], None], call: str) -> None:
+        async def work() -> None:
+            note(call)
+
+        self._task = asyncio.ensure_future(work())
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.shield(self._task).__await__()
+
+    def done(self) -> bool:
+        return self._task.done()
 
 
 class FakeSession:
@@ -36,8 +54,11 @@ class FakeSession:
     async def add_adapter(self, name: str, **options: Any) -> None:
         self._note(f"add {name} rank={options['rank']} targets={options['targets']}")
 
-    async def remove_adapter(self, name: str) -> None:
-        self._note(f"remove {name}")
+    def remove_adapter(self, name: str) -> FakeCall:
+        return FakeCall(self._note, f"remove {name}")
+
+    async def drop_gradient(self, *, adapter: str) -> None:
+        self._note(f"drop_gradient {adapter}")
 
     async def forward_backward(self, rows: list[Row], loss: Any, **_: Any) -> dict[str, float]:
         self._note(f"forward_backward {rows[0].adapter}")
@@ -72,9 +93,9 @@ class FakeSession:
     async def publish(self, *, adapter: str) -> None:
         self._note(f"publish {adapter}")
 
-    async def serve(self, name: str, folder: Path) -> None:
+    def serve(self, name: str, folder: Path) -> FakeCall:
         assert (folder / "adapter_model.safetensors").exists()
-        self._note(f"serve {name}")
+        return FakeCall(self._note, f"serve {name}")
 
     async def sample(self, prompt: list[int], *, n: int, adapter: str, **options: Any) -> Any:
         self._note(f"sample {adapter}")

@@ -120,7 +120,7 @@ async def test_waiting_ends_before_the_result_and_can_be_repeated(
 
 
 async def test_oldest_results_are_dropped_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_module, "MAX_BYTES", 10)
+    monkeypatch.setattr(results_module, "MAX_BYTES", results_module.OVERHEAD + 10)
     results = Results(max_pending=10)
     open_request = begin(results, "open")
     for name in ("first", "second"):
@@ -133,6 +133,48 @@ async def test_oldest_results_are_dropped_beyond_the_limit(monkeypatch: pytest.M
     assert (await results.wait("second")).body == b'"second"'
     results.start(open_request, answering([], "x"))
     await results.wait("open")
+
+
+async def test_request_that_never_arrives_fails_those_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(results_module, "GAP_S", 0.01)
+    results = Results(max_pending=10)
+    turns = Turns(results)
+    log: list[str] = []
+    for number in (2, 4):
+        turns.add(number, begin(results, str(number)), answering(log, str(number)))
+
+    for number in (2, 4):
+        body = (await results.wait(str(number))).body
+        assert b"the request with seq_id=1 has not arrived" in body
+    turns.add(5, begin(results, "5"), answering(log, "5"))
+    assert (await results.wait("5")).body == b'"5"'
+    assert log == ["5"]
+    await turns.close("ended")
+
+
+async def test_request_that_is_cancelled_before_it_begins_ends() -> None:
+    results = Results(max_pending=1)
+    results.start(begin(results, "a"), answering([], "a"))
+    results.cancel("a")
+
+    assert b"cancelled" in (await results.wait("a")).body
+    begin(results, "b")
+
+
+async def test_bodies_of_unfinished_requests_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_module, "MAX_PENDING_BYTES", 10)
+    results = Results(max_pending=10)
+    first = results.begin("a", bytes(20))
+    assert first is not None
+
+    with pytest.raises(Unavailable) as refused:
+        results.begin("b", bytes(1))
+    assert refused.value.status == 429
+    results.start(first, answering([], "a"))
+    await results.wait("a")
+    begin(results, "b")
 
 
 async def test_cancelled_request_ends_and_says_so() -> None:

@@ -345,6 +345,87 @@ async def test_session_without_heartbeat_ends_and_its_models_are_saved(tmp_path:
         await run.ann.post("get_info", status=404, model_id=model)
 
 
+async def test_half_a_gradient_is_never_applied(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        ann = run.ann
+        model = await ann.new_model(await ann.new_session())
+        good = await ann.forward_backward(model, 1)
+        bad = await ann.forward_backward(model, 2, loss="ppo")
+        step = await ann.post("optim_step", model_id=model, seq_id=3, adam_params={})
+        again = await ann.forward_backward(model, 4)
+        last = await ann.post("optim_step", model_id=model, seq_id=5, adam_params={})
+
+        await ann.message("ForwardBackwardOutput", {"request_id": good["request_id"]})
+        assert "lack logprobs, advantages" in (await ann.result(bad))["error"]
+        assert "its gradient was dropped" in (await ann.result(step))["error"]
+        await ann.message("ForwardBackwardOutput", {"request_id": again["request_id"]})
+        assert (await ann.result(last))["metrics"] == {"grad_norm": 1.0}
+        assert run.session.calls[1:] == [
+            "forward_backward model0",
+            "drop_gradient model0",
+            "forward_backward model0",
+            "optim_step model0 lr=0.0001",
+        ]
+
+
+async def test_session_ends_once_and_takes_no_model_with_it_that_is_made_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as run:
+        session_id = await run.ann.new_session()
+        is_adding = asyncio.Event()
+        may_go_on = asyncio.Event()
+        add = run.session.add_adapter
+
+        async def add_slowly(name: str, **options: Any) -> None:
+            is_adding.set()
+            await may_go_on.wait()
+            await add(name, **options)
+
+        monkeypatch.setattr(run.session, "add_adapter", add_slowly)
+        answer = await run.ann.post(
+            "create_model", session_id=session_id, model_seq_id=0, base_model=MODEL
+        )
+        await is_adding.wait()
+        for _ in range(2):
+            await run.ann.post(f"sessions/{session_id}/finish")
+        may_go_on.set()
+
+        assert "the session of this model has ended" in (await run.ann.result(answer))["error"]
+        assert run.service.tenant_of(ANN).models == {}
+        assert run.session.calls[-1] == "remove model0"
+        await run.ann.new_model(await run.ann.new_session())
+
+
+async def test_weights_of_a_name_that_is_written_again_are_loaded_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        ann = run.ann
+        session_id = await ann.new_session()
+        model = await ann.new_model(session_id)
+        for number in range(2):
+            saved = await ann.post(
+                "save_weights", model_id=model, seq_id=number + 1, path="one", overwrite=True
+            )
+            path = (await ann.result(saved))["path"]
+            sampler = await ann.post(
+                "create_sampling_session",
+                session_id=session_id,
+                sampling_session_seq_id=number,
+                model_path=path,
+            )
+            asked = await ann.post(
+                "asample",
+                sampling_session_id=sampler["sampling_session_id"],
+                seq_id=0,
+                prompt=PROMPT,
+                sampling_params={},
+            )
+            await ann.message("SampleResponse", {"request_id": asked["request_id"]})
+
+        served = [call for call in run.session.calls if call.startswith("serve")]
+        assert len({*served}) == 2
+
+
 async def test_bodies_are_bounded_and_wrong_ones_get_one_line(tmp_path: Path) -> None:
     async with running(tmp_path, max_body_mb=1) as run:
         ann = run.ann
