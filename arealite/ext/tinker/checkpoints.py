@@ -26,8 +26,8 @@ STATE = "state"
 """Folder of the adapter and its optimizer there, in `weights`."""
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is made of."""
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The base model and the adapter of a model."""
 
     base_model: str
     rank: int
@@ -39,7 +39,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `checkpoint.json`."""
 
     path: str
-    recipe: Recipe
+    spec: ModelSpec
     created: float
     """Seconds since 1970."""
     user_metadata: dict[str, str] | None = None

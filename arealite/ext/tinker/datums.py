@@ -1,4 +1,4 @@
-"""Turns a client's data into training rows, and the engine's outputs into results.
+"""OrderedRequests a client's data into training rows, and the engine's outputs into results.
 
 A datum has T input tokens and T targets: input i predicts target i. Usually target i is input
 i + 1, and the row is the inputs and the last target. Otherwise the row names its targets by

@@ -112,7 +112,7 @@ HAS_TARGET = "has_target"
 """The field of rows that is 1.0 where there is a target."""
 
 
-class LossOfTokens:
+class SummedLoss:
     """The loss function of a call, for the engine."""
 
     def __init__(self, name: str, options: Options, *, uses_top_ids: bool) -> None:

@@ -57,7 +57,7 @@ RequestJob = Callable[[], Awaitable[FutureResult]]
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingRequest:
     """A request, and its result once it is there."""
 
     request_id: str
@@ -73,14 +73,14 @@ class Results:
 
     def __init__(self, *, max_pending: int) -> None:
         self._max_pending = max_pending
-        self._requests = dict[str, Pending]()
+        self._requests = dict[str, PendingRequest]()
         self._finished = deque[str]()
         """Ids of the requests that have a result, oldest first."""
         self._num_pending = 0
         self._num_pending_bytes = 0
         self._num_bytes = 0
 
-    def begin(self, request_id: str, body: bytes) -> Pending | None:
+    def begin(self, request_id: str, body: bytes) -> PendingRequest | None:
         """Note a request; return None if the client has sent it before.
 
         Raises:
@@ -98,11 +98,11 @@ class Results:
             raise Unavailable(429, f"you have {self._num_pending} unfinished requests. Wait.")
         self._num_pending += 1
         self._num_pending_bytes += len(body)
-        pending = Pending(request_id, digest, len(body))
+        pending = PendingRequest(request_id, digest, len(body))
         self._requests[request_id] = pending
         return pending
 
-    async def run(self, pending: Pending, job: RequestJob) -> None:
+    async def run(self, pending: PendingRequest, job: RequestJob) -> None:
         """Run a job, and keep its result or the reason of its failure."""
         try:
             result = await job()
@@ -116,7 +116,7 @@ class Results:
             result = _failed(f"{type(error).__name__}: {one_line(error)}", "server")
         self._end(pending, result)
 
-    def _end(self, pending: Pending, result: FutureResult) -> None:
+    def _end(self, pending: PendingRequest, result: FutureResult) -> None:
         """Keep a result, unless there is one already."""
         if pending.result.done():
             return
@@ -130,7 +130,7 @@ class Results:
             oldest = self._requests.pop(self._finished.popleft())
             self._num_bytes -= len(oldest.result.result().body) + OVERHEAD
 
-    def start(self, pending: Pending, job: RequestJob) -> None:
+    def start(self, pending: PendingRequest, job: RequestJob) -> None:
         """Run a job in a task, which `cancel` can cancel."""
         task = asyncio.create_task(self.run(pending, job))
         pending.task = task
@@ -162,7 +162,7 @@ def _failed(error: str, category: str) -> FutureResult:
     return FutureResult.of({"error": error, "category": category})
 
 
-class Turns:
+class OrderedRequests:
     """Runs the requests of one model in the order of their numbers, which begin at 1.
 
     Requests may arrive in another order.
@@ -171,11 +171,11 @@ class Turns:
     def __init__(self, results: Results) -> None:
         self._results = results
         self._next = 1
-        self._waiting = dict[int, tuple[Pending, RequestJob]]()
+        self._waiting = dict[int, tuple[PendingRequest, RequestJob]]()
         self._has_next = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
-    def add(self, number: int, pending: Pending, job: RequestJob) -> None:
+    def add(self, number: int, pending: PendingRequest, job: RequestJob) -> None:
         """Add a request. It fails if a request of this number was added before."""
         if number < self._next or number in self._waiting:
             reason = f"seq_id={number}: the next request of this model is {self._next}."

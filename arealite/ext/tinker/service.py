@@ -19,7 +19,7 @@ from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.ext.session.training_session import Session
 from arealite.ext.tinker import bodies
-from arealite.ext.tinker.checkpoints import ADAPTER, PREFIX, Checkpoints, Recipe
+from arealite.ext.tinker.checkpoints import ADAPTER, PREFIX, Checkpoints, ModelSpec
 from arealite.ext.tinker.config import TinkerConfig
 from arealite.ext.tinker.results import FutureResult, Results, Unavailable
 from arealite.ext.tinker.sampling import MAX_SAMPLES, LoadedAdapters, SamplingClient
@@ -227,14 +227,14 @@ class Service:
         """Begin to make a model; return the id of the result."""
         self._check_optimizer(body.optimizer_config)
         lora = body.lora_config or bodies.LoraOptions(rank=32)
-        recipe = Recipe(
+        spec = ModelSpec(
             base_model=body.base_model,
             rank=lora.rank,
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
         )
         session = tenant.session(body.session_id)
-        make = partial(self._make_model, tenant, session, recipe=recipe, seed=lora.seed)
+        make = partial(self._make_model, tenant, session, spec=spec, seed=lora.seed)
         return self._begin_model(tenant, session, body.model_seq_id, raw, make)
 
     def load_weights(self, tenant: Tenant, body: bodies.LoadWeights, raw: bytes) -> str:
@@ -249,7 +249,7 @@ class Service:
             self._make_model,
             tenant,
             session,
-            recipe=tenant.checkpoints.read(body.path).recipe,
+            spec=tenant.checkpoints.read(body.path).spec,
             path=body.path,
             with_optimizer=body.optimizer,
         )
@@ -280,15 +280,15 @@ class Service:
         session: ClientSession,
         model_id: str,
         *,
-        recipe: Recipe,
+        spec: ModelSpec,
         seed: int | None = None,
         path: str | None = None,
         with_optimizer: bool = False,
     ) -> FutureResult:
         """Make a model, which begins with the checkpoint of a path."""
-        self._check_base_model(recipe.base_model)
-        if not 1 <= recipe.rank <= self._options.max_rank:
-            raise UserError(f"rank={recipe.rank}: use 1 to {self._options.max_rank}.")
+        self._check_base_model(spec.base_model)
+        if not 1 <= spec.rank <= self._options.max_rank:
+            raise UserError(f"rank={spec.rank}: use 1 to {self._options.max_rank}.")
         if len(tenant.models) >= self._options.max_models:
             raise UserError(
                 f"you train {len(tenant.models)} models, the limit. Close a client "
@@ -297,7 +297,7 @@ class Service:
         model = TrainedModel(
             model_id,
             f"model{next(self._adapter_numbers)}",
-            recipe,
+            spec,
             session=self._session,
             checkpoints=tenant.checkpoints,
             results=tenant.results,
@@ -325,14 +325,14 @@ class Service:
 
     def model_info(self, tenant: Tenant, model_id: str) -> dict[str, object]:
         """Describe a model."""
-        recipe = tenant.model(model_id).recipe
+        spec = tenant.model(model_id).spec
         return {
             "type": "get_info",
             "model_id": model_id,
-            "model_data": {"model_name": recipe.base_model},
-            "model_name": recipe.base_model,
+            "model_data": {"model_name": spec.base_model},
+            "model_name": spec.base_model,
             "is_lora": True,
-            "lora_rank": recipe.rank,
+            "lora_rank": spec.rank,
         }
 
     def unload_model(self, tenant: Tenant, model_id: str, raw: bytes) -> str:
@@ -389,7 +389,7 @@ class Service:
         if body.model_path is None:
             self._check_base_model(body.base_model)
         else:
-            self._check_base_model(tenant.checkpoints.read(body.model_path).recipe.base_model)
+            self._check_base_model(tenant.checkpoints.read(body.model_path).spec.base_model)
         return self._new_sampler(
             tenant, session, body.sampling_session_seq_id, path=body.model_path
         )

@@ -28,10 +28,10 @@ logger = log.get(__name__)
 API = "/api/v1"
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
 """Flags of the SDK: it sends the parts of a batch in turn, with its ordinary HTTP client."""
-OPEN = f"{API}/healthz"
+KEYLESS_PATH = f"{API}/healthz"
 """The path that needs no key."""
 TENANT = web.RequestKey("tenant", Tenant)
-LARGE = ("forward_backward", "asample")
+LARGE_BODIES = ("forward_backward", "asample")
 """Requests whose bodies may be as large as `tinker.max_body_mb`."""
 B = TypeVar("B", bound=bodies.Body)
 Answer = Callable[[Tenant, Any, bytes], object]
@@ -58,7 +58,7 @@ class TinkerServer:
         for path, handler in self._routes().items():
             method, _, name = path.partition(" ")
             app.router.add_route(method, f"{API}/{name}", handler)
-        runner = LimitedRunner(app, bodies={f"{API}/{name}": limit for name in LARGE})
+        runner = LimitedRunner(app, bodies={f"{API}/{name}": limit for name in LARGE_BODIES})
         await runner.setup()
         watching = asyncio.create_task(self._service.watch())
         try:
@@ -77,7 +77,7 @@ class TinkerServer:
         service = self._service
         return {
             "GET healthz": _healthz,
-            "GET get_server_capabilities": self._get(lambda *_: service.capabilities()),
+            "GET get_server_capabilities": self._without_body(lambda *_: service.capabilities()),
             "POST client/config": self._post(bodies.Body, lambda *_: CLIENT_CONFIG),
             "POST client/dynamic_config": self._post(
                 bodies.Body, lambda *_: {"sample_cancel_enabled": True}
@@ -85,7 +85,7 @@ class TinkerServer:
             "POST telemetry": self._post(bodies.Body, lambda *_: {"status": "accepted"}),
             "POST create_session": self._post(bodies.CreateSession, self._create_session),
             "POST session_heartbeat": self._post(bodies.SessionOnly, self._heartbeat),
-            "POST sessions/{id}/finish": self._get(self._finish_session),
+            "POST sessions/{id}/finish": self._without_body(self._finish_session),
             "POST create_model": self._post(bodies.CreateModel, self._future(service.create_model)),
             "POST get_info": self._post(
                 bodies.ModelOnly, lambda tenant, body, _: service.model_info(tenant, body.model_id)
@@ -114,14 +114,16 @@ class TinkerServer:
             "POST join_sampling_session": self._post(
                 bodies.SamplingSessionOnly, self._join_sampler
             ),
-            "GET samplers/{id}": self._get(self._describe_sampler),
+            "GET samplers/{id}": self._without_body(self._describe_sampler),
             "POST asample": self._post(bodies.SampleBody, service.sample),
             "POST cancel_future": self._post(bodies.RequestOnly, _cancel),
             "POST retrieve_future": self._retrieve,
             "POST weights_info": self._post(bodies.CheckpointOnly, _weights_info),
-            "GET checkpoints": self._get(_checkpoints),
-            "GET training_runs/{id}/checkpoints": self._get(_checkpoints),
-            "DELETE training_runs/{id}/checkpoints/{kind}/{name}": self._get(_remove_checkpoint),
+            "GET checkpoints": self._without_body(_checkpoints),
+            "GET training_runs/{id}/checkpoints": self._without_body(_checkpoints),
+            "DELETE training_runs/{id}/checkpoints/{kind}/{name}": self._without_body(
+                _remove_checkpoint
+            ),
         }
 
     # ------------------------------------------------------------ how a route answers
@@ -150,14 +152,14 @@ class TinkerServer:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Find the tenant of a request, before its body is read."""
-        if request.path != OPEN:
+        if request.path != KEYLESS_PATH:
             request[TENANT] = self._service.tenant_of(request.headers.get("X-API-Key", ""))
         return await handler(request)
 
-    def _get(
+    def _without_body(
         self, answer: Callable[[Tenant, web.Request], object]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler of requests whose body does not count."""
+        """Return a handler that reads no body."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             return await _json(answer(request[TENANT], request))
@@ -281,14 +283,14 @@ def _cancel(tenant: Tenant, body: bodies.RequestOnly, raw: bytes) -> object:
 
 
 def _weights_info(tenant: Tenant, body: bodies.CheckpointOnly, raw: bytes) -> object:
-    recipe = tenant.checkpoints.read(body.tinker_path).recipe
+    spec = tenant.checkpoints.read(body.tinker_path).spec
     return {
-        "base_model": recipe.base_model,
+        "base_model": spec.base_model,
         "is_lora": True,
-        "lora_rank": recipe.rank,
+        "lora_rank": spec.rank,
         "train_unembed": False,
-        "train_mlp": recipe.train_mlp,
-        "train_attn": recipe.train_attn,
+        "train_mlp": spec.train_mlp,
+        "train_attn": spec.train_attn,
     }
 
 

@@ -20,7 +20,7 @@ from arealite.ext.tinker.checkpoints import (
     STATE,
     Checkpoint,
     Checkpoints,
-    Recipe,
+    ModelSpec,
 )
 from arealite.ext.tinker.datums import (
     Datum,
@@ -29,8 +29,8 @@ from arealite.ext.tinker.datums import (
     rows_of,
     uses_top_ids,
 )
-from arealite.ext.tinker.named_losses import LossOfTokens, options_of
-from arealite.ext.tinker.results import PROTOBUF, FutureResult, RequestJob, Results, Turns
+from arealite.ext.tinker.named_losses import SummedLoss, options_of
+from arealite.ext.tinker.results import PROTOBUF, FutureResult, OrderedRequests, RequestJob, Results
 
 ALPHA = 32.0
 """The product of an adapter is scaled by ALPHA / rank, as in the public service."""
@@ -39,15 +39,15 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 OUTPUT_TYPE = "ArrayRecord"
 
 
-def targets_of(recipe: Recipe) -> list[str]:
+def targets_of(spec: ModelSpec) -> list[str]:
     """Return the layers that get an adapter."""
-    if recipe.train_attn and recipe.train_mlp:
+    if spec.train_attn and spec.train_mlp:
         return ["all-linear"]
-    if not recipe.train_attn and not recipe.train_mlp:
+    if not spec.train_attn and not spec.train_mlp:
         raise UserError(
             "lora_config: train_attn or train_mlp must be true: no adapter of the head."
         )
-    return ATTENTION if recipe.train_attn else MLP
+    return ATTENTION if spec.train_attn else MLP
 
 
 class TrainedModel:
@@ -57,7 +57,7 @@ class TrainedModel:
         self,
         model_id: str,
         adapter: str,
-        recipe: Recipe,
+        spec: ModelSpec,
         *,
         session: Session,
         checkpoints: Checkpoints,
@@ -66,11 +66,11 @@ class TrainedModel:
         self.id = model_id
         self.adapter = adapter
         """Its name in the session."""
-        self.recipe = recipe
+        self.spec = spec
         self._session = session
         self._checkpoints = checkpoints
         self._results = results
-        self._turns = Turns(results)
+        self._requests_in_order = OrderedRequests(results)
         self._snapshots = deque[str]()
         self._has_failed_pass = False
         """Whether a forward_backward has failed since the last optim_step."""
@@ -80,12 +80,12 @@ class TrainedModel:
         request_id = f"{self.id}:{seq_id}"
         pending = self._results.begin(request_id, body)
         if pending is not None:
-            self._turns.add(seq_id, pending, job)
+            self._requests_in_order.add(seq_id, pending, job)
         return request_id
 
     async def close(self, reason: str) -> None:
         """Refuse all further requests; remove the snapshots and the adapter, if it was added."""
-        await self._turns.close(reason)
+        await self._requests_in_order.close(reason)
         for path in self._snapshots:
             self._checkpoints.remove(path)
         with suppress(UserError):
@@ -95,9 +95,9 @@ class TrainedModel:
         """Make the adapter, which adds 0 at first, or is that of a folder."""
         await self._session.add_adapter(
             self.adapter,
-            rank=self.recipe.rank,
+            rank=self.spec.rank,
             alpha=ALPHA,
-            targets=targets_of(self.recipe),
+            targets=targets_of(self.spec),
             seed=seed,
             folder=folder,
         )
@@ -144,7 +144,7 @@ class TrainedModel:
         options = options_of(request.loss_fn, sent)
         data = self.read_data(request)
         rows = rows_of(data, self.adapter)
-        loss = LossOfTokens(request.loss_fn, options, uses_top_ids=uses_top_ids(data))
+        loss = SummedLoss(request.loss_fn, options, uses_top_ids=uses_top_ids(data))
         if request.forward_only:
             total = await self._session.evaluate(rows, loss, record_outputs=loss.recorded)
         else:
@@ -217,7 +217,7 @@ class TrainedModel:
         await self._session.export(folder / ADAPTER, adapter=self.adapter)
         if kind == "weights":
             await self._session.save(folder / STATE, adapter=self.adapter)
-        checkpoint = Checkpoint(path=path, recipe=self.recipe, created=0.0, user_metadata=metadata)
+        checkpoint = Checkpoint(path=path, spec=self.spec, created=0.0, user_metadata=metadata)
         await asyncio.to_thread(self._checkpoints.commit, checkpoint)
         return path
 
@@ -230,8 +230,8 @@ class TrainedModel:
         checkpoint = self._checkpoints.read(path)
         if checkpoint.kind != "weights":
             raise UserError(f"{path} is for sampling. Load one that save_state has written.")
-        if checkpoint.recipe != self.recipe:
-            raise UserError(f"{path} is of another model: {checkpoint.recipe}, not {self.recipe}.")
+        if checkpoint.spec != self.spec:
+            raise UserError(f"{path} is of another model: {checkpoint.spec}, not {self.spec}.")
         folder = self._checkpoints.folder(path)
         if with_optimizer:
             await self._session.load(folder / STATE, adapter=self.adapter)

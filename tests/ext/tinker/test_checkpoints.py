@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.ext.tinker.checkpoints import Checkpoint, Checkpoints, Recipe
+from arealite.ext.tinker.checkpoints import Checkpoint, Checkpoints, ModelSpec
 
-RECIPE = Recipe(base_model="org/name", rank=8, train_mlp=True, train_attn=True)
+SPEC = ModelSpec(base_model="org/name", rank=8, train_mlp=True, train_attn=True)
 PATH = "tinker://s:train:0/weights/one"
 
 
 def write(checkpoints: Checkpoints, path: str = PATH, *, text: str = "x") -> None:
     folder = checkpoints.begin(path, overwrite=True)
     (folder / "file").write_text(text)
-    checkpoints.commit(Checkpoint(path=path, recipe=RECIPE, created=0.0))
+    checkpoints.commit(Checkpoint(path=path, spec=SPEC, created=0.0))
 
 
 def test_checkpoint_exists_when_it_is_complete(tmp_path: Path) -> None:
@@ -24,9 +24,9 @@ def test_checkpoint_exists_when_it_is_complete(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no checkpoint"):
         checkpoints.read(PATH)
 
-    checkpoints.commit(Checkpoint(path=PATH, recipe=RECIPE, created=0.0))
+    checkpoints.commit(Checkpoint(path=PATH, spec=SPEC, created=0.0))
 
-    assert checkpoints.read(PATH).recipe == RECIPE
+    assert checkpoints.read(PATH).spec == SPEC
     assert checkpoints.read(PATH).size_bytes == 1
     assert (checkpoints.folder(PATH) / "file").read_text() == "x"
 

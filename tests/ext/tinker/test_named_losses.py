@@ -9,7 +9,7 @@ import torch
 
 from arealite.api.engine import LossInput
 from arealite.base.errors import UserError
-from arealite.ext.tinker.named_losses import HAS_TARGET, LossOfTokens, options_of
+from arealite.ext.tinker.named_losses import HAS_TARGET, SummedLoss, options_of
 
 LOGPROBS = [-0.1, -2.0, -0.7, -1.5]
 SAMPLER = [-0.5, -1.0, -0.7, -3.0]
@@ -30,7 +30,7 @@ def run(name: str, **options: float) -> tuple[float, list[float]]:
             HAS_TARGET: torch.tensor([1.0, 1.0, 1.0, 0.0]),
         },
     )
-    loss, stats = LossOfTokens(name, options_of(name, options), uses_top_ids=False)(batch)
+    loss, stats = SummedLoss(name, options_of(name, options), uses_top_ids=False)(batch)
     loss.backward()
     assert stats["loss"].item() == loss.item()
     assert logprobs.grad is not None

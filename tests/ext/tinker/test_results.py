@@ -6,7 +6,13 @@ import pytest
 
 from arealite.base.errors import UserError
 from arealite.ext.tinker import results as results_module
-from arealite.ext.tinker.results import FutureResult, Pending, Results, Turns, Unavailable
+from arealite.ext.tinker.results import (
+    FutureResult,
+    OrderedRequests,
+    PendingRequest,
+    Results,
+    Unavailable,
+)
 
 
 def answering(log: list[str], name: str) -> results_module.RequestJob:
@@ -19,7 +25,7 @@ def answering(log: list[str], name: str) -> results_module.RequestJob:
     return job
 
 
-def begin(results: Results, request_id: str) -> Pending:
+def begin(results: Results, request_id: str) -> PendingRequest:
     pending = results.begin(request_id, request_id.encode())
     assert pending is not None
     return pending
@@ -42,7 +48,7 @@ async def test_request_that_is_sent_again_runs_once() -> None:
 
 async def test_requests_of_a_model_run_in_the_order_of_their_numbers() -> None:
     results = Results(max_pending=10)
-    turns = Turns(results)
+    turns = OrderedRequests(results)
     log: list[str] = []
 
     for number in (3, 1, 2):
@@ -58,7 +64,7 @@ async def test_requests_of_a_model_run_in_the_order_of_their_numbers() -> None:
 
 async def test_requests_that_wait_for_their_turn_fail_at_the_end() -> None:
     results = Results(max_pending=10)
-    turns = Turns(results)
+    turns = OrderedRequests(results)
     started = asyncio.Event()
 
     async def never() -> FutureResult:
@@ -140,7 +146,7 @@ async def test_request_that_never_arrives_fails_those_that_wait_for_it(
 ) -> None:
     monkeypatch.setattr(results_module, "GAP_S", 0.01)
     results = Results(max_pending=10)
-    turns = Turns(results)
+    turns = OrderedRequests(results)
     log: list[str] = []
     for number in (2, 4):
         turns.add(number, begin(results, str(number)), answering(log, str(number)))

@@ -341,7 +341,7 @@ async def test_session_without_heartbeat_ends_and_its_models_are_saved(tmp_path:
         await run.ann.post("session_heartbeat", status=410, session_id=session_id)
         await run.bob.post("session_heartbeat", session_id=living)
         path = f"tinker://{model}/weights/when-ended"
-        assert tenant.checkpoints.read(path).recipe.rank == 8
+        assert tenant.checkpoints.read(path).spec.rank == 8
         await run.ann.post("get_info", status=404, model_id=model)
 
 
