@@ -180,11 +180,13 @@ test-verifiers: $(VERIFIERS_VENV)/.dev
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done
 
-# The clients; pytest and the service run in $(VENV). The recipes' tokenizer is SmolLM2's.
+# The clients; pytest and the service run in $(VENV). The recipes' tokenizer is SmolLM2's. Version 0.6 of the
+# recipes requires a newer tml-renderers than there is on every index; the tested recipes do not import it.
 $(TINKER_VENV)/.dev: Makefile
 	@$(call venv,$(TINKER_VENV))
 	@$(call install,torch (once: some minutes),$(TINKER_VENV)) $(TORCH)
 	@$(call install,the tinker SDK and its recipes,$(TINKER_VENV)) "tinker==0.38.*" "tinker-cookbook[math-rl]"
+	@$(call install,recipes of 0.6,$(TINKER_VENV)) --no-deps "tinker-cookbook==0.6.*"
 	@touch $@
 
 test-tinker: $(VENV)/.gguf $(VENV)/.dev $(TINKER_VENV)/.dev
