@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = read_toml(__file__, "help.toml")
 
 def usage() -> str:
     """Return the text of `arealite --help`."""
-    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<12} {summary}" for name, summary in COMMANDS.items()]
     foot = "\narealite COMMAND --help shows the options of a command."
     for name, target in entries.installed(GROUP).items():
         package = target.partition(".")[0].partition(":")[0]
@@ -31,7 +31,7 @@ def usage() -> str:
             foot += f"\nThe command {name} of the installed package {package} never runs: "
             foot += "AReaLite has a command of this name."
         else:
-            lines.append(f"  {name:<10} of the installed package {package}")
+            lines.append(f"  {name:<12} of the installed package {package}")
     head = f"arealite {__version__}\nusage: arealite COMMAND [options] [key=value …]\n"
     return "\n".join([head, *lines, foot])
 

@@ -24,6 +24,7 @@ from arealite.ext.hosting.server_config import EnvServerConfig
 from arealite.ext.notebook import play_command
 from arealite.ext.short_flags.short_flags import translate
 from arealite.ext.stages.stages import split
+from arealite.ext.tinker.config import TinkerServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
@@ -36,6 +37,7 @@ SCHEMAS = {
     "eval": (evaluate.EvaluateConfig, "async_ppo.yaml"),
     "collect": (CollectConfig, "async_ppo.yaml"),
     "serve": (EnvServerConfig, "env_server.yaml"),
+    "serve-tinker": (TinkerServerConfig, "async_ppo.yaml"),
     "serve-llm": (ServerConfig, "llm_server.yaml"),
 }
 """Commands whose arguments are config overrides, with config class and default file."""

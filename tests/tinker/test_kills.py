@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from tests.tinker.conftest import serving
+from tests.waiting import until_exited
 
 pytestmark = pytest.mark.tinker
-END_S = 60.0
 
 
 def test_killed_service_leaves_no_process_and_its_states_can_be_continued(
@@ -22,8 +22,7 @@ def test_killed_service_leaves_no_process_and_its_states_can_be_continued(
         assert children
         service.process.kill()
         service.process.wait()
-        _, alive = psutil.wait_procs(children, timeout=END_S)
-        assert not alive
+        until_exited(*children)
 
     with serving(tiny, tmp_path) as service:
         continued = service.client("save_or_continue", "org/tiny", saved["path"])

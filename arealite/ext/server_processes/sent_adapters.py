@@ -20,8 +20,9 @@ def sent_adapter(config: ExperimentConfig) -> LoRAConfig | None:
     if config.trainer.is_offline or not (sends_folders and config.launcher.llm_servers):
         return None
     lora = lora_of(config, {})
-    has_experts = experts_of(read_json(config.model.path)) is not None
-    return lora if lora.rank and not has_experts else None
+    if not lora.rank or experts_of(read_json(config.model.path)) is not None:
+        return None
+    return lora
 
 
 def check_run(config: ExperimentConfig, _: RunFacts) -> Iterable[tuple[str, str]]:
