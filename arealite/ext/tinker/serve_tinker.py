@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
         default=CONFIG_DIR / "async_ppo.yaml",
     )
     layers = line.parse(argv)
+    if layers.files != [line.default]:
+        raise UserError("arealite serve-tinker reads no file: write its options as key=value.")
     config = configs.load(TinkerServerConfig, layers.files, layers.overrides)
     preflight.required(config.model.path, "model.path")
     messages.message_types()
     if config.tinker.keys_file is not None:
         read_keys(Path(config.tinker.keys_file))
-    own_words = [word for word in layers.overrides if word.startswith(TINKER)]
-    words = [word for word in layers.overrides if word not in own_words]
-    session_words = [*map(str, layers.files), *words]
+    session_words = [word for word in layers.overrides if not word.startswith(TINKER)]
 
     import uvloop
 
