@@ -12,15 +12,18 @@ from tests.tinker.conftest import HUB_NAME, RunningService
 pytestmark = pytest.mark.tinker
 
 STEPS = 2
+LOSS = "loss_fn=importance_sampling"
+"""In place of stable_reinforce, which the service does not have."""
 RECIPES = {
     "sl_loop": ["batch_size=4", "max_length=256"],
-    "rl_loop": ["batch_size=2", "group_size=4", "max_tokens=8"],
+    "rl_loop": ["batch_size=2", "group_size=4", "max_tokens=8", LOSS],
     "chat_sl.train": ["batch_size=4", "max_length=256", "behavior_if_log_dir_exists=delete"],
     "math_rl.train": [
         "env=arithmetic",
         "groups_per_batch=2",
         "group_size=4",
         "max_tokens=4",
+        LOSS,
         "behavior_if_log_dir_exists=delete",
     ],
     "preference.dpo.train": [

@@ -187,5 +187,5 @@ def top_logprobs(ids_NK: np.ndarray, logprobs_NK: np.ndarray) -> Any:
 
 
 def serialized(message: Any) -> bytes:
-    """Encode a message."""
-    return cast("bytes", message.SerializeToString())
+    """Encode a message; equal messages have equal bytes."""
+    return cast("bytes", message.SerializeToString(deterministic=True))

@@ -219,7 +219,10 @@ class TinkerServer:
         raw = await request.read()
         body = messages.parse("ForwardBackwardRequest", raw)
         model = tenant.model(body.model_id)
-        request_id = model.submit(body.seq_id, raw, partial(model.forward_backward, body))
+        # The SDK may write the fields of a repeated request in another order.
+        same_bytes = messages.serialized(body)
+        job = partial(model.forward_backward, body)
+        request_id = model.submit(body.seq_id, same_bytes, job)
         return await _json({"request_id": request_id, "model_id": model.id})
 
     def _create_sampler(

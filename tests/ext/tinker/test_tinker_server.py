@@ -345,6 +345,23 @@ async def test_session_without_heartbeat_ends_and_its_models_are_saved(tmp_path:
         await run.ann.post("get_info", status=404, model_id=model)
 
 
+async def test_repeated_batch_may_have_its_fields_in_another_order(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        model = await run.ann.new_model(await run.ann.new_session())
+        head = messages.make(
+            "ForwardBackwardRequest", model_id=model, seq_id=1, loss_fn="cross_entropy"
+        )
+        data = messages.make("ForwardBackwardRequest")
+        data.data.append(message([1, 2], [2, 3], weights=[0, 1]))
+        parts = [messages.serialized(head), messages.serialized(data)]
+
+        for body in (b"".join(parts), b"".join(reversed(parts))):
+            answer = await run.ann.send("POST", "forward_backward", data=body)
+            await run.ann.message("ForwardBackwardOutput", {"request_id": answer["request_id"]})
+
+        assert run.session.calls[1:] == ["forward_backward model0"]
+
+
 async def test_half_a_gradient_is_never_applied(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         ann = run.ann
