@@ -147,7 +147,7 @@ class NewAdapter:
     config: LoRAConfig
     training: Training
     seed: int
-    """Of its first values, which depend on nothing else."""
+    """The seed of its first values."""
     folder: Path | None = None
     """An adapter that peft wrote, with which it starts in place of `config` and `seed`."""
 

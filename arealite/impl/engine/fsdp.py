@@ -31,7 +31,7 @@ from arealite.api.engine import (
     TrainEngine,
     Training,
 )
-from arealite.api.engine_config import FSDPConfig, OptimizerConfig
+from arealite.api.engine_config import FSDPConfig
 from arealite.api.engine_extension import EngineSetup, MicroBatch, Plan
 from arealite.api.hooks import Fingerprint
 from arealite.base import entries
@@ -44,14 +44,14 @@ from arealite.impl.engine.extensions import Extensions, exported_weights, state_
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.micro_batches import collate, scatter
 from arealite.impl.engine.optimizer import Optimizer
-from arealite.impl.engine.training_state import load_training, save_training
+from arealite.impl.engine.training_state import OptimizedWeights
 from arealite.impl.weights.tensor_names import SCORE, TensorNames, Tensors
 
 log = get(__name__)
 CPU = torch.device("cpu")
 
 
-class FSDPEngine(TrainEngine):
+class FSDPEngine(OptimizedWeights, TrainEngine):
     """Implements TrainEngine; needs a process group. With nccl it uses this rank's CUDA device."""
 
     def __init__(
@@ -175,11 +175,6 @@ class FSDPEngine(TrainEngine):
         return self._adapters[name] if name else self
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the loss; see TrainedWeights."""
-        return self.optimizer.scale.value
-
-    @property
     def optimizer(self) -> Optimizer:
         """The optimizer.
 
@@ -280,27 +275,10 @@ class FSDPEngine(TrainEngine):
         zeros = torch.cat([*outputs.values()])
         zeros.sum().backward()
 
-    def optim_step(
-        self,
-        *,
-        lr: float | None = None,
-        optimizer: OptimizerConfig | None = None,
-    ) -> Stats:
-        """Apply the gradient; see TrainEngine. Adds `loss_scale` in float16."""
-        return self.optimizer.step(lr, optimizer)
-
-    def drop_gradient(self) -> None:
-        """Clear the gradients of all parameters; see TrainEngine."""
-        self.optimizer.drop_gradient()
-
-    def save(self, folder: Path, extra: dict[str, object]) -> None:
-        """Write this rank's shards; see TrainEngine."""
-        save_training(folder, self._live_weights(), self.optimizer, extra)
-
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         models.reshard(self._model)
-        return load_training(folder, self._live_weights(), self.optimizer)
+        return super().load(folder)
 
     def export(self, path: Path) -> None:
         """Write the model in the compute dtype, with the files of the extensions."""
@@ -373,8 +351,8 @@ class FSDPEngine(TrainEngine):
             batch = replace(batch, replays_routing=False)
         return self._extensions.changed_batch(batch)
 
-    def _live_weights(self) -> Tensors:
-        """Return the tensors that training changes, to save them or to load into them."""
+    def live_weights(self) -> Tensors:
+        """Return the tensors that training changes; see OptimizedWeights."""
         trained = Tensors()
         for name, tensor in state_tensors(self.module):
             is_buffer = not isinstance(tensor, nn.Parameter)
