@@ -264,7 +264,7 @@ def _remove_older(adapter: StagedAdapter) -> None:
 
 
 def _process(entry: Entry) -> tuple[str, object]:
-    """Return what a restarted server has another one of."""
+    """Return address and process id: a restarted server has another id."""
     return str(entry.value["address"]), entry.value.get("pid")
 
 

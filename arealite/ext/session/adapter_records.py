@@ -1,4 +1,4 @@
-"""What a session knows of each adapter."""
+"""The record that a session has of each adapter."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass

@@ -56,11 +56,12 @@ class Session:
         self._words = user_words
         self._first_adapters = adapters
         self._resources = ExitStack()
-        self._calls = Calls(on_failure=self._drop_gradient)
+        self._policy = Policy()
+        self._calls = Calls(on_failure=self._policy.drop_gradient)
         self._pusher = ThreadPoolExecutor(1, "session publish")
         self._pushed: Future[PublishReport] | None = None
         self._records = dict[str, AdapterRecord]()
-        """Of the default weights, "", and of each adapter."""
+        """By the adapter's name; "": the default weights."""
         self._next_versions = dict[str, int]()
         """The first version of an adapter that gets the name of a removed one."""
         self._adapter_pushes = set[Future[Any]]()
@@ -69,7 +70,6 @@ class Session:
         """Number of the model's token ids; 0: unknown, or not started."""
         self.context_length = 0
         """Largest number of tokens of prompt and answer; 0: unknown, or not started."""
-        self._policy = Policy()
         self._sampler: SamplingThread | None = None
 
     # ------------------------------------------------------------ start and end
@@ -138,9 +138,6 @@ class Session:
             self._sampler.close()
             self._sampler = None
         self._resources.close()
-
-    def _drop_gradient(self, adapters: Collection[str]) -> None:
-        self._policy.drop_gradient(adapters)
 
     @property
     def _is_base_frozen(self) -> bool:

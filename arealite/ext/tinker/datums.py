@@ -1,4 +1,4 @@
-"""OrderedRequests a client's data into training rows, and the engine's outputs into results.
+"""Turns a client's data into training rows, and the engine's outputs into results.
 
 A datum has T input tokens and T targets: input i predicts target i. Usually target i is input
 i + 1, and the row is the inputs and the last target. Otherwise the row names its targets by
@@ -95,11 +95,6 @@ def _check_ids(name: str, ids: np.ndarray, lowest: int, vocabulary: int) -> None
         raise UserError(f"{name}: token ids must be in [0, {vocabulary}), the vocabulary.")
 
 
-def uses_top_ids(data: Sequence[Datum]) -> bool:
-    """Return whether the rows of a call name their targets by `top_ids`."""
-    return not all(datum.is_shifted for datum in data)
-
-
 def row_of(datum: Datum, adapter: str, *, num_targets: int) -> Row:
     """Return the training row of a datum; its loss tokens are all tokens but the first.
 
@@ -140,7 +135,7 @@ def _field(values: np.ndarray, num_targets: int) -> np.ndarray:
 def rows_of(data: Sequence[Datum], adapter: str) -> list[Row]:
     """Return the training rows of the data of a call."""
     num_targets = 0
-    if uses_top_ids(data):
+    if not all(datum.is_shifted for datum in data):
         num_targets = max(
             datum.targets.shape[-1] if datum.targets.ndim == 2 else 1 for datum in data
         )

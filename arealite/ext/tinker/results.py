@@ -63,7 +63,7 @@ class PendingRequest:
     request_id: str
     digest: bytes
     num_bytes: int
-    """Of the request's body."""
+    """Length of the request's body."""
     result: asyncio.Future[FutureResult] = field(default_factory=asyncio.Future[FutureResult])
     task: asyncio.Task[None] | None = None
 
@@ -88,9 +88,9 @@ class Results:
             Unavailable: The tenant has too many unfinished requests.
         """
         digest = sha256(body).digest()
-        known = self._requests.get(request_id)
-        if known is not None:
-            if known.digest != digest:
+        earlier = self._requests.get(request_id)
+        if earlier is not None:
+            if earlier.digest != digest:
                 raise UserError(f"request {request_id} was sent before with another body.")
             return None
         is_large = self._num_pending_bytes + len(body) > MAX_PENDING_BYTES

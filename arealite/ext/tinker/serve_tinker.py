@@ -54,17 +54,21 @@ def main(argv: Sequence[str]) -> int:
     config = configs.load(TinkerServerConfig, layers.files, layers.overrides)
     preflight.required(config.model.path, "model.path")
     messages.message_types()
-    if config.tinker.keys_file is not None:
-        read_keys(Path(config.tinker.keys_file))
+    keys_file = config.tinker.keys_file
+    tenant_by_key = read_keys(Path(keys_file)) if keys_file is not None else {}
     session_words = [word for word in layers.overrides if not word.startswith(TINKER)]
 
     import uvloop
 
-    uvloop.run(_serve(config, session_words))
+    uvloop.run(_serve(config, session_words, tenant_by_key))
     return 0
 
 
-async def _serve(config: TinkerServerConfig, session_words: Sequence[str]) -> None:
+async def _serve(
+    config: TinkerServerConfig,
+    session_words: Sequence[str],
+    tenant_by_key: Mapping[str, str],
+) -> None:
     from arealite.ext.tinker.tinker_server import TinkerServer
 
     stopped = asyncio.Event()
@@ -83,7 +87,7 @@ async def _serve(config: TinkerServerConfig, session_words: Sequence[str]) -> No
             running,
             config.tinker,
             base_model=config.tinker.base_model or path,
-            tenants=make_tenants(config),
+            tenants=make_tenants(config, tenant_by_key or own_key(config)),
         )
         async with TinkerServer(service, config.tinker).serving() as address:
             print(f"export TINKER_BASE_URL={address}")
@@ -98,19 +102,28 @@ def _key_hint(config: TinkerServerConfig) -> str:
     return f"$(cat {run_paths(config).root / KEY_FILE})"
 
 
-def make_tenants(config: TinkerServerConfig) -> dict[str, Tenant]:
+def make_tenants(
+    config: TinkerServerConfig,
+    tenant_by_key: Mapping[str, str],
+) -> dict[str, Tenant]:
     """Return the tenants by their keys."""
     root = run_paths(config).root / TENANTS
-    if config.tinker.keys_file is None:
-        secret = NameRegistry.of(config).secret
-        if secret is None:
-            raise UserError("cluster.security=false: the trial has no key. Set tinker.keys_file.")
-        key = f"{KEY_PREFIX}{secret.derive(TENANTS).hex()}"
-        write_private(root.with_name(KEY_FILE), key)
-        keys = {key: "default"}
-    else:
-        keys = read_keys(Path(config.tinker.keys_file))
-    return {key: Tenant(name, root / name, config.tinker) for key, name in keys.items()}
+    options = config.tinker
+    return {key: Tenant(name, root / name, options) for key, name in tenant_by_key.items()}
+
+
+def own_key(config: TinkerServerConfig) -> Mapping[str, str]:
+    """Write the key of a service with one tenant to KEY_FILE; return {key: tenant}.
+
+    Raises:
+        UserError: The trial has no secret, from which the key is derived.
+    """
+    secret = NameRegistry.of(config).secret
+    if secret is None:
+        raise UserError("cluster.security=false: the trial has no key. Set tinker.keys_file.")
+    key = f"{KEY_PREFIX}{secret.derive(TENANTS).hex()}"
+    write_private(run_paths(config).root / KEY_FILE, key)
+    return {key: "default"}
 
 
 def write_private(file: Path, text: str) -> None:

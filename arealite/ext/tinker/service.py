@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from arealite.base import log
@@ -26,6 +26,7 @@ from arealite.ext.tinker.sampling import MAX_SAMPLES, LoadedAdapters, SamplingCl
 from arealite.ext.tinker.training import TrainedModel
 
 logger = log.get(__name__)
+T = TypeVar("T")
 SWEEP_S = 10.0
 """Time between two checks for client sessions without heartbeat."""
 MAX_ENDED = 1000
@@ -66,15 +67,21 @@ class Tenant:
         prefix = f"{session.id}:"
         return [sampler for sampler in self.samplers.values() if sampler.id.startswith(prefix)]
 
+    def session_or_ended(self, session_id: str) -> ClientSession:
+        """Return a session, also one that has ended.
+
+        Raises:
+            Unavailable: There is none.
+        """
+        return _one_of(self.sessions, "session", session_id)
+
     def session(self, session_id: str) -> ClientSession:
         """Return a session that has not ended.
 
         Raises:
             Unavailable: There is none.
         """
-        session = self.sessions.get(session_id)
-        if session is None:
-            raise Unavailable(404, f"there is no session {session_id!r:.100}. Make a new client.")
+        session = self.session_or_ended(session_id)
         if session.is_ended:
             raise Unavailable(410, f"session {session_id} has ended. Make a new client.")
         return session
@@ -85,12 +92,7 @@ class Tenant:
         Raises:
             Unavailable: There is none.
         """
-        model = self.models.get(model_id)
-        if model is None:
-            raise Unavailable(
-                404, f"there is no model {model_id!r:.100}. Make one, or one from a checkpoint."
-            )
-        return model
+        return _one_of(self.models, "model", model_id)
 
     def sampler(self, sampler_id: str) -> SamplingClient:
         """Return a sampling client.
@@ -98,10 +100,13 @@ class Tenant:
         Raises:
             Unavailable: There is none.
         """
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None:
-            raise Unavailable(404, f"there is no sampler {sampler_id!r:.100}. Make a new one.")
-        return sampler
+        return _one_of(self.samplers, "sampler", sampler_id)
+
+
+def _one_of(objects: Mapping[str, T], kind: str, object_id: str) -> T:
+    if object_id not in objects:
+        raise Unavailable(404, f"there is no {kind} {object_id!r:.100}. Make a new one.")
+    return objects[object_id]
 
 
 class Service:
@@ -138,13 +143,13 @@ class Service:
         Raises:
             Unavailable: No tenant has this key.
         """
-        found = None
+        owner = None
         for tenant_key, tenant in self._tenants.items():  # all: the time tells nothing of a match
             if hmac.compare_digest(key.encode(errors="replace"), tenant_key.encode()):
-                found = tenant
-        if found is None:
+                owner = tenant
+        if owner is None:
             raise Unavailable(401, "the API key is missing or wrong. Set TINKER_API_KEY.")
-        return found
+        return owner
 
     def capabilities(self) -> dict[str, object]:
         """Return the base model and what clients can do with it."""
@@ -170,9 +175,7 @@ class Service:
 
     async def finish_session(self, tenant: Tenant, session_id: str) -> None:
         """End a session; it goes on if the client does not wait for it."""
-        session = tenant.sessions.get(session_id)
-        if session is None:
-            raise Unavailable(404, f"there is no session {session_id!r:.100}.")
+        session = tenant.session_or_ended(session_id)
         ending = asyncio.create_task(self.end_session(tenant, session))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
@@ -212,11 +215,7 @@ class Service:
         saved = list[str]()
         try:
             for model in tenant.models_of(session):
-                body = bodies.SaveWeights(
-                    model_id=model.id, seq_id=0, path=LAST_STATE, overwrite=True
-                )
-                await model.save(body)
-                saved.append(f"{PREFIX}{model.id}/weights/{LAST_STATE}")
+                saved.append(await model.save_state(LAST_STATE, overwrite=True))
         finally:
             logger.warning("session ended without heartbeat", tenant=tenant.name, saved=saved)
             await self.end_session(tenant, session)
@@ -359,7 +358,10 @@ class Service:
         return model.submit(body.seq_id, raw, partial(self._save_for_sampler, tenant, model, body))
 
     async def _save_for_sampler(
-        self, tenant: Tenant, model: TrainedModel, body: bodies.SaveForSampler
+        self,
+        tenant: Tenant,
+        model: TrainedModel,
+        body: bodies.SaveForSampler,
     ) -> FutureResult:
         """Write the weights; without a name, make a sampling client of them."""
         if body.path is not None:
@@ -370,7 +372,10 @@ class Service:
         if body.kind == "inflight":
             await self._session.publish(adapter=model.adapter)
             sampler = self._new_sampler(
-                tenant, session, body.sampling_session_seq_id, adapter=model.adapter
+                tenant,
+                session,
+                body.sampling_session_seq_id,
+                adapter=model.adapter,
             )
         else:
             path = await model.save_snapshot(body.seq_id, keep=self._options.max_samplers)
@@ -391,7 +396,10 @@ class Service:
         else:
             self._check_base_model(tenant.checkpoints.read(body.model_path).spec.base_model)
         return self._new_sampler(
-            tenant, session, body.sampling_session_seq_id, path=body.model_path
+            tenant,
+            session,
+            body.sampling_session_seq_id,
+            path=body.model_path,
         )
 
     def _new_sampler(

@@ -109,10 +109,12 @@ class TinkerServer:
                 bodies.SaveForSampler, self._future(service.save_for_sampler)
             ),
             "POST create_sampling_session": self._post(
-                bodies.CreateSamplingSession, self._create_sampler
+                bodies.CreateSamplingSession,
+                self._create_sampler,
             ),
             "POST join_sampling_session": self._post(
-                bodies.SamplingSessionOnly, self._join_sampler
+                bodies.SamplingSessionOnly,
+                self._join_sampler,
             ),
             "GET samplers/{id}": self._without_body(self._describe_sampler),
             "POST asample": self._post(bodies.SampleBody, service.sample),
@@ -157,7 +159,8 @@ class TinkerServer:
         return await handler(request)
 
     def _without_body(
-        self, answer: Callable[[Tenant, web.Request], object]
+        self,
+        answer: Callable[[Tenant, web.Request], object],
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return a handler that reads no body."""
 
@@ -167,7 +170,9 @@ class TinkerServer:
         return handle
 
     def _post(
-        self, kind: type[B], answer: Answer
+        self,
+        kind: type[B],
+        answer: Answer,
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return a handler of requests with a JSON body."""
 
@@ -226,7 +231,10 @@ class TinkerServer:
         return await _json({"request_id": request_id, "model_id": model.id})
 
     def _create_sampler(
-        self, tenant: Tenant, body: bodies.CreateSamplingSession, raw: bytes
+        self,
+        tenant: Tenant,
+        body: bodies.CreateSamplingSession,
+        raw: bytes,
     ) -> object:
         sampler = self._service.create_sampler(tenant, body)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
@@ -298,9 +306,10 @@ def _weights_info(tenant: Tenant, body: bodies.CheckpointOnly, raw: bytes) -> ob
 
 
 def _checkpoints(tenant: Tenant, request: web.Request) -> object:
-    found = tenant.checkpoints.list(request.match_info.get("id", "*"))
-    cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
-    return {"checkpoints": [_described(checkpoint) for checkpoint in found], "cursor": cursor}
+    checkpoints = tenant.checkpoints.list(request.match_info.get("id", "*"))
+    count = len(checkpoints)
+    cursor = {"offset": 0, "limit": count, "total_count": count}
+    return {"checkpoints": [*map(_described, checkpoints)], "cursor": cursor}
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, object]:

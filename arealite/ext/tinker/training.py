@@ -27,7 +27,6 @@ from arealite.ext.tinker.datums import (
     logprobs_of,
     read_datum,
     rows_of,
-    uses_top_ids,
 )
 from arealite.ext.tinker.named_losses import SummedLoss, options_of
 from arealite.ext.tinker.results import PROTOBUF, FutureResult, OrderedRequests, RequestJob, Results
@@ -144,7 +143,7 @@ class TrainedModel:
         options = options_of(request.loss_fn, sent)
         data = self.read_data(request)
         rows = rows_of(data, self.adapter)
-        loss = SummedLoss(request.loss_fn, options, uses_top_ids=uses_top_ids(data))
+        loss = SummedLoss(request.loss_fn, options, uses_top_ids=rows[0].top_ids is not None)
         if request.forward_only:
             total = await self._session.evaluate(rows, loss, record_outputs=loss.recorded)
         else:
@@ -175,15 +174,20 @@ class TrainedModel:
         return FutureResult.of({"metrics": {"grad_norm": norm}})
 
     async def save(self, body: bodies.SaveWeights) -> FutureResult:
-        """Write a checkpoint that can be trained further."""
+        """Write the checkpoint of a request."""
         name = body.path or f"{body.seq_id:06d}"
-        path = await self._write(
-            "weights",
-            name,
-            overwrite=body.overwrite,
-            metadata=body.user_metadata,
-        )
+        path = await self.save_state(name, overwrite=body.overwrite, metadata=body.user_metadata)
         return FutureResult.of({"path": path, "type": "save_weights"})
+
+    async def save_state(
+        self,
+        name: str,
+        *,
+        overwrite: bool,
+        metadata: dict[str, str] | None = None,
+    ) -> str:
+        """Write a checkpoint that can be trained further; return its path."""
+        return await self._write("weights", name, overwrite=overwrite, metadata=metadata)
 
     async def save_for_sampler(self, name: str, metadata: dict[str, str] | None) -> str:
         """Write a checkpoint for sampling; return its path."""
