@@ -19,6 +19,27 @@ class AdapterRecord:
     """That of the newest `publish`."""
     confirmed: int = 0
     """Oldest version that may sample: all servers in traffic hold it, or the first version."""
+    saved_steps: int = 0
+    """Number of steps of a ledger that a `save` has ended since the newest `publish`."""
+    is_updated: bool = False
+    """Whether there was an update since the newest `publish`, or since such a `save`."""
+
+    @property
+    def step(self) -> int:
+        """The number of the step that the next update belongs to: the version that it trains."""
+        return self.version + self.saved_steps
+
+    def end_step(self) -> None:
+        """Note a `save` in a session with a ledger, in which an update ends."""
+        self.saved_steps += self.is_updated
+        self.is_updated = False
+
+    def next_version(self) -> int:
+        """Begin the next version: its number is above those of all steps before it."""
+        self.end_step()
+        self.version += max(1, self.saved_steps)
+        self.saved_steps = 0
+        return self.version
 
 
 def forget_if_failed(records: dict[str, AdapterRecord], name: str, added: Future[Any]) -> None:

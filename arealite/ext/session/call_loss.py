@@ -34,8 +34,14 @@ class Loss:
     """Fields that rows must have."""
     record_outputs: Mapping[str, str] | None = None
     """{output: field} of the pass that become fields, if the rows do not have them."""
-    needs_reference: bool = False
-    """Whether the field `ref_logprobs` is needed."""
+    kl: KLConfig = KLConfig()
+    function_name: str = ""
+    """module:name of a function of the user; "": a loss by name."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the field `ref_logprobs` is needed."""
+        return self.kl.coef > 0
 
 
 def changed(config: C, call: str, changes: Mapping[str, object]) -> C:
@@ -81,7 +87,7 @@ def make_loss(
     if callable(loss):
         if changes:
             raise UserError(f"forward_backward: {', '.join(changes)}: a function has no options.")
-        return Loss(function=_with_stats(loss), config=replace(ppo.loss, reduction="token_mean"))
+        return own_loss(loss, replace(ppo.loss, reduction="token_mean"))
     loss_config = ppo.loss
     kl = ppo.kl
     if loss is not None and loss in objectives.names():
@@ -93,15 +99,31 @@ def make_loss(
         kl = preset.kl
     loss_config = changed(loss_config, "forward_backward", changes)
     _check_computed(loss_config, kl)
+    return named_loss(loss_config, kl)
+
+
+def named_loss(config: LossConfig, kl: KLConfig) -> Loss:
+    """Return the loss with these options."""
     fields = ["advantages", "behav_logprobs"]
-    if loss_config.centering:
+    if config.centering:
         fields.append("behav_top_logprobs")
     return Loss(
-        function=make_policy_loss(loss_config, kl),
-        config=loss_config,
+        function=make_policy_loss(config, kl),
+        config=config,
         fields=tuple(fields),
-        record_outputs={"logprobs": "prox_logprobs"} if loss_config.decoupled else None,
-        needs_reference=kl.coef > 0,
+        record_outputs={"logprobs": "prox_logprobs"} if config.decoupled else None,
+        kl=kl,
+    )
+
+
+def own_loss(function: OwnLoss, config: LossConfig) -> Loss:
+    """Return a loss of the user."""
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", "")
+    return Loss(
+        function=_with_stats(function),
+        config=config,
+        function_name=f"{module}:{name}",
     )
 
 
@@ -188,10 +210,21 @@ def check_staleness(
         if "versions" not in row.fields or not row.loss_mask.any():
             continue
         oldest = int(row.fields["versions"][row.loss_mask].min())
-        version = records[row.adapter].version
+        version = records[row.adapter].step
         if version - oldest > limit:
             raise UserError(
                 f"forward_backward: row {index} has tokens of version {oldest}, and the "
                 f"weights have version {version}: max_staleness={limit} is exceeded. "
                 "Train samples earlier, sample fewer batches ahead, or raise max_staleness."
             )
+
+
+def adapters_of(rows: Seq[Sequence]) -> list[str]:
+    """Return the names of the adapters that compute rows.
+
+    Raises:
+        UserError: There are no rows.
+    """
+    if not rows:
+        raise UserError("there are no rows. Pass at least one.")
+    return [*dict.fromkeys(row.adapter for row in rows)]

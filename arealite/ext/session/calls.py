@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Generator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import RLock
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from arealite.base.errors import UserError
 
 T = TypeVar("T")
+Input = TypeVar("Input")
 DEFAULT = ("",)
 """The adapters of a call that names none."""
 
@@ -111,6 +113,34 @@ class Call(Generic[T]):
         if not self._future.done() or self._future.cancelled():
             return None
         return self._future.exception()
+
+
+async def results_ahead(
+    begin: Callable[[Input], Call[T]],
+    inputs: Iterable[Input],
+    num_ahead: int,
+) -> AsyncIterator[T]:
+    """Yield the result of the call that `begin` makes of each input, in their order.
+
+    Args:
+        begin: Begins a call.
+        inputs: An input is read when its call begins.
+        num_ahead: Number of further calls that run meanwhile. They are cancelled at the end.
+    """
+    unread = iter(inputs)
+    begun = deque[Call[T]]()
+    try:
+        while True:
+            for call_input in unread:
+                begun.append(begin(call_input))
+                if len(begun) > num_ahead:
+                    break
+            if not begun:
+                return
+            yield await begun.popleft()
+    finally:
+        for call in begun:
+            call.cancel()
 
 
 @dataclass(eq=False, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from arealite.api.trainer import PPOConfig
 from arealite.ext.notebook.command_line import Overrides, words
+from arealite.ext.session.start_checks import check_no_ledger
 from arealite.ext.session.training_session import Session
 
 PPO = "trainer.ppo"
@@ -23,6 +24,7 @@ def session(
     adapters: Seq[str] | None = None,
     max_staleness: int | None = None,
     trial: str = "session",
+    ledger: bool = False,
     overrides: Overrides = None,
 ) -> Session:
     """Return a session, which `async with` (or `await`) starts: servers, and the model to train.
@@ -39,11 +41,14 @@ def session(
             frozen, and only these train; [] means that all are added later. None: no adapters.
         max_staleness: Largest age of a trained token, in versions; None: 4.
         trial: Name of the folder `runs/arealite/TRIAL`, which has logs and saved states.
+        ledger: Keep each sample and each trained step in `runs/arealite/TRIAL/ledger.sqlite`, and
+            continue at the trial's newest saved state.
         overrides: Other options, as in {"engine.fsdp.dtype": "bfloat16"}. The prefix `trainer.ppo.`
             may be left out.
 
     Raises:
-        UserError: When it is started: the input is wrong. No process was started.
+        UserError: Adapters and a ledger; or when it is started: the input is wrong. No process was
+            started.
     """
     if servers is None:
         servers = 0 if addresses else 1
@@ -58,7 +63,8 @@ def session(
             f"{PPO}.max_staleness": max_staleness,
         },
     )
-    return Session(model, user_words, adapters or ())
+    check_no_ledger("session", has_ledger=ledger and adapters is not None)
+    return Session(model, user_words, adapters or (), has_ledger=ledger)
 
 
 def _with_full_keys(overrides: Overrides) -> Overrides:

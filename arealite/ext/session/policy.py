@@ -46,8 +46,17 @@ class Policy:
         self._trained = dict[str, TrainedWeights]()
         """The engine's own weights, "", unless they are frozen; and those of each adapter."""
 
-    def load_model(self, config: ExperimentConfig) -> None:
+    def start(self, config: ExperimentConfig) -> None:
         """Load the model and its optimizer, and open the publisher."""
+        self.load_model(config)
+        publisher = publishers.get(config.trainer.ppo.publisher.type)(config, self.engine)
+        self._resources.callback(publisher.close)
+        makers = entries.hooks("policy_proof")
+        publisher.proof = entries.first_result(makers, config, self.engine, self._world)
+        self._publisher = publisher
+
+    def load_model(self, config: ExperimentConfig) -> None:
+        """Load the model and its optimizer."""
         self._config = config
         ppo = config.trainer.ppo
         self._world = World.init(
@@ -67,11 +76,6 @@ class Policy:
             self._reference = self._make_reference()
         if has_default or not lora.only_named:
             self._trained[""] = self.engine
-        publisher = publishers.get(ppo.publisher.type)(config, self.engine)
-        self._resources.callback(publisher.close)
-        makers = entries.hooks("policy_proof")
-        publisher.proof = entries.first_result(makers, config, self.engine, self._world)
-        self._publisher = publisher
 
     def _make_reference(self) -> TrainEngine:
         """Return the frozen policy of a KL penalty: `kl.reference`, or the initial model."""
@@ -164,7 +168,7 @@ class Policy:
 
     def stage_adapter(self, name: str, version: int) -> StagedAdapter:
         """Write an adapter for the servers, and score the canary's row with it."""
-        assert isinstance(self._publisher, DiskPublisher), "load_model first"
+        assert isinstance(self._publisher, DiskPublisher), "start first"
         folder = self._publisher.folder / "adapters" / name / str(version)
         self._trained[name].export(folder)
         row = row_of(Path(self._config.model.path), None)
@@ -180,13 +184,13 @@ class Policy:
 
     def stage(self, version: int) -> None:
         """Copy the weights for the servers."""
-        assert self._publisher is not None, "load_model first"
+        assert self._publisher is not None, "start first"
         proof = self._publisher.proof
         stage_weights(self.engine, self._publisher, proof, self._world, version)
 
     def push(self, version: int) -> PublishReport:
         """Update all servers to a staged version."""
-        assert self._publisher is not None, "load_model first"
+        assert self._publisher is not None, "start first"
         report = self._publisher.push(version)
         _ = self._publisher.needs_republish  # raises if no server takes the weights
         if not report.servers:
@@ -195,9 +199,13 @@ class Policy:
 
     def save(self, path: Path, adapter: str) -> Path:
         """Write a checkpoint; return its folder."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_engines(path, {".": self._trained[adapter]}, {}, self._world)
+        self._write(path, adapter, {})
         return path
+
+    def _write(self, path: Path, adapter: str, extra: dict[str, object]) -> None:
+        """Write a checkpoint, with `extra` beside the weights."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_engines(path, {".": self._trained[adapter]}, extra, self._world)
 
     def load(self, path: Path, adapter: str) -> None:
         """Read a checkpoint."""

@@ -4,7 +4,7 @@ Shape letters: T = tokens of prompt and answer, N = sampled tokens, R = bytes of
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,8 @@ class Sample:
     """Equal for the answers to one prompt of a call, and for no others."""
     adapter: str = ""
     """The adapter that sampled it, of which `versions` are versions; "": the default one."""
+    trajectory_id: str = ""
+    """Its name in the ledger; "": it is in none."""
     routing: bytes = field(default=b"", repr=False)
     """Experts of a mixture, for all tokens but the last one, uint8 [T - 1, R]; b"": no record."""
 
@@ -60,7 +62,7 @@ class Sample:
     top_logprobs: np.ndarray = field(default_factory=_no_tokens, repr=False, compare=False)
     """float32 [N, K]: their log-probabilities; -inf: no further one."""
 
-    def row(self, advantage: float = 1.0) -> Sequence:
+    def row(self, advantage: float = 1.0) -> "SampleRow":
         """Return the training row of this answer, for `Session.forward_backward`.
 
         Its loss tokens are the sampled ones. Its fields, float32 [T] each, are `advantages`,
@@ -79,7 +81,8 @@ class Sample:
         if self.routing:
             recorded = np.frombuffer(self.routing, np.uint8).reshape(len(tokens_T) - 1, -1)
             routing_TR = np.pad(recorded, ((0, 1), (0, 0)), constant_values=NO_RECORD)
-        return Sequence(
+        return SampleRow(
+            sample=self,
             tokens=tokens_T,
             loss_mask=np.arange(len(tokens_T)) >= num_prompt,
             temperature=self.temperature,
@@ -91,6 +94,15 @@ class Sample:
             routing=routing_TR,
             adapter=self.adapter,
         )
+
+
+@dataclass(kw_only=True)
+class SampleRow(Sequence):
+    """The training row of a sample."""
+
+    sample: Sample
+    reward: float | None = None
+    """The reward of the sample, if the row's advantage was computed from rewards."""
 
 
 def make_rows(
@@ -117,7 +129,7 @@ def make_rows(
     rows = list[Sequence]()
     for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
         if reward is not None:
-            rows.append(sample.row(advantage))
+            rows.append(replace(sample.row(advantage), reward=reward))
     return rows
 
 

@@ -5,6 +5,7 @@ User code can therefore block its own event loop, and sampling goes on.
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from arealite.api.episode import Seat
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm import LLMClient, LLMRequest, SamplingConfig, clients
 from arealite.api.publisher import PublishReport
@@ -22,6 +24,7 @@ from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
 from arealite.ext.session.adapter_publisher import AdapterPublisher, StagedAdapter
 from arealite.ext.session.calls import AdapterRemoved
+from arealite.ext.session.sample_ledger import GROUP, RecordedAnswer, SampleAgent, SampleLedger
 from arealite.ext.session.sample_rows import PromptScores, Sample, TokenizedPrompt, top_tokens
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
@@ -39,6 +42,7 @@ class SamplingThread:
         config: ExperimentConfig,
         tokenizer: Tokenizer,
         *,
+        ledger: SampleLedger | None,
         on_lost: Callable[[], None],
     ) -> None:
         """Start the servers.
@@ -46,8 +50,10 @@ class SamplingThread:
         Args:
             config: The session's options.
             tokenizer: The tokenizer of its model.
+            ledger: Stores each sample before a call returns it.
             on_lost: Called in the thread if the servers end before `close`.
         """
+        self._ledger = ledger
         self._config = config
         self._tokenizer = tokenizer
         self._logs = run_paths(config).logs
@@ -60,7 +66,7 @@ class SamplingThread:
         self.is_lost = False
         """Whether the servers have ended, or are about to, without `close`."""
         self._on_lost = on_lost
-        self._groups = itertools.count()
+        self._groups = itertools.count(ledger.next_group if ledger else 0)
         self._samplings = dict[asyncio.Task[Any], str]()
         """The adapter of each open `sample`."""
         self._adapters = AdapterPublisher(config)
@@ -88,11 +94,12 @@ class SamplingThread:
         min_version: int,
         adapter: str,
         seed: int | None,
+        is_trained_on: bool,
     ) -> Future[list[Sample]]:
         """Begin to sample `num_samples` answers to each prompt; see `Session.sample`."""
         requests = list[tuple[TokenizedPrompt, LLMRequest]]()
         for prompt in prompts:
-            group = f"group-{next(self._groups)}"
+            group = f"{GROUP}{next(self._groups)}"
             for member in range(num_samples):
                 request = LLMRequest(
                     request_id=f"{group}/{member}",
@@ -104,7 +111,7 @@ class SamplingThread:
                     seed=None if seed is None else seed + len(requests),
                 )
                 requests.append((prompt, request))
-        work = self._sample(requests, adapter)
+        work = self._sample(requests, adapter, is_recorded=is_trained_on)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def publish_adapter(
@@ -134,7 +141,7 @@ class SamplingThread:
         adapter: str,
     ) -> Future[PromptScores]:
         """Begin to score the tokens of a prompt; see `Session.score`."""
-        group = f"group-{next(self._groups)}"
+        group = f"{GROUP}{next(self._groups)}"
         request = LLMRequest(
             request_id=f"{group}/score",
             group_id=group,
@@ -202,12 +209,14 @@ class SamplingThread:
         self,
         requests: Sequence[tuple[TokenizedPrompt, LLMRequest]],
         adapter: str,
+        *,
+        is_recorded: bool,
     ) -> list[Sample]:
         sampling_task = asyncio.current_task()
         assert sampling_task is not None
         self._samplings[sampling_task] = adapter
         sampling_task.add_done_callback(self._samplings.pop)
-        generations = list[asyncio.Task[Sample]]()
+        generations = list[asyncio.Task[RecordedAnswer]]()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt, request in requests:
@@ -221,16 +230,24 @@ class SamplingThread:
                 text = f"sample: the servers have ended. Their logs are in {self._logs}."
                 raise RoleError(text) from None
             raise
-        return [generation.result() for generation in generations]
+        answers = [generation.result() for generation in generations]
+        if self._ledger is not None and is_recorded:
+            return self._ledger.add_samples(answers)
+        return [answer.sample for answer in answers]
 
     async def _score(self, request: LLMRequest) -> PromptScores:
         response = await self._client.generate(request)
         return PromptScores.of(response, num_top=request.sampling.top_logprobs)
 
-    async def _generate(self, prompt: TokenizedPrompt, request: LLMRequest) -> Sample:
+    async def _generate(self, prompt: TokenizedPrompt, request: LLMRequest) -> RecordedAnswer:
+        agent = SampleAgent(None, client=self._client, tokenizer=self._tokenizer, seat=Seat())
+        begin_s = time.perf_counter()
+        turn = agent.record.begin(request.input_ids, request.sampling)
         response = await self._client.generate(request)
+        agent.record.seconds_generating = time.perf_counter() - begin_s
+        agent.record.add(turn, response)
         num_tokens = len(response.output_ids)
-        return Sample(
+        sample = Sample(
             prompt=prompt.prompt,
             prompt_ids=request.input_ids,
             output_ids=response.output_ids,
@@ -245,3 +262,4 @@ class SamplingThread:
             top_ids=top_tokens(response.top_ids, np.int32, num_tokens),
             top_logprobs=top_tokens(response.top_logprobs, np.float32, num_tokens),
         )
+        return RecordedAnswer(sample, agent)

@@ -24,6 +24,8 @@ def prepared(
     model: str | Path,
     words: Sequence[str],
     resources: ExitStack,
+    *,
+    has_ledger: bool,
 ) -> tuple[ExperimentConfig, dict[str, Any]]:
     """Check the options of a session, and lock its trial's folders.
 
@@ -31,6 +33,7 @@ def prepared(
         model: The model's folder or id.
         words: The options.
         resources: Gets the locks.
+        has_ledger: Whether the session keeps a ledger.
 
     Returns:
         The options, and config.json of the model.
@@ -41,6 +44,7 @@ def prepared(
     config = resolve(ExperimentConfig, "async_ppo", words, data={}, parts={"model": model})
     config = resolved.resolve_host(configs.with_model(config))
     model_config = check_input(config)
+    _check_trial(config, has_ledger=has_ledger)
     for folder in (name_dir(config), run_paths(config).root):
         folder.mkdir(parents=True, exist_ok=True)
         resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
@@ -56,6 +60,25 @@ def check_adapters(config: ExperimentConfig, names: Sequence[str]) -> None:
         new_adapter(config, name)
         if names.count(name) > 1:
             raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
+
+
+def _check_trial(config: ExperimentConfig, *, has_ledger: bool) -> None:
+    """Raise UserError if a session without a ledger would train beside one."""
+    paths = run_paths(config)
+    if paths.ledger.exists() and not has_ledger:
+        raise UserError(
+            f"trial {config.trial_name!r} has a ledger, {paths.ledger}, in which the samples of "
+            "this session would be missing. Pass ledger=True, or another trial."
+        )
+
+
+def check_no_ledger(call: str, *, has_ledger: bool) -> None:
+    """Raise UserError if a session with a ledger would get adapters by name."""
+    if has_ledger:
+        raise UserError(
+            f"{call}: a ledger has the steps of one set of weights, so a session with ledger=True "
+            "has no adapters by name. Use lora=32 in place of adapters, or leave out ledger."
+        )
 
 
 def check_sampling(sampling: SamplingConfig) -> None:

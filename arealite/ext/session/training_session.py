@@ -1,12 +1,12 @@
 """`arealite.session`: the parts of a training loop as calls, for a loop of your own."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,9 +24,17 @@ from arealite.cli import preflight
 from arealite.ext.notebook.command_line import checked
 from arealite.ext.session.adapter_records import AdapterRecord, forget_if_failed
 from arealite.ext.session.added_adapter import new_adapter
-from arealite.ext.session.call_loss import OwnLoss, changed, check_staleness, make_loss
-from arealite.ext.session.calls import DEFAULT, Call, Calls
+from arealite.ext.session.call_loss import (
+    OwnLoss,
+    adapters_of,
+    changed,
+    check_staleness,
+    make_loss,
+)
+from arealite.ext.session.calls import DEFAULT, Call, Calls, results_ahead
 from arealite.ext.session.policy import Policy
+from arealite.ext.session.recorded_policy import RecordedPolicy
+from arealite.ext.session.sample_ledger import SampleLedger
 from arealite.ext.session.sample_rows import (
     PromptInput,
     PromptScores,
@@ -35,7 +43,12 @@ from arealite.ext.session.sample_rows import (
     tokenized,
 )
 from arealite.ext.session.sampling_thread import SamplingThread
-from arealite.ext.session.start_checks import check_adapters, check_sampling, prepared
+from arealite.ext.session.start_checks import (
+    check_adapters,
+    check_no_ledger,
+    check_sampling,
+    prepared,
+)
 
 T = TypeVar("T")
 
@@ -51,13 +64,22 @@ class Session:
     made before that do not run.
     """
 
-    def __init__(self, model: str | Path, user_words: Seq[str], adapters: Seq[str] = ()) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        user_words: Seq[str],
+        adapters: Seq[str] = (),
+        *,
+        has_ledger: bool = False,
+    ) -> None:
         self._model = model
         self._words = user_words
         self._first_adapters = adapters
+        self._has_ledger = has_ledger
+        self._ledger: SampleLedger | None = None
         self._resources = ExitStack()
         self._policy = Policy()
-        self._calls = Calls(on_failure=self._policy.drop_gradient)
+        self._calls = Calls(on_failure=lambda adapters: self._policy.drop_gradient(adapters))
         self._pusher = ThreadPoolExecutor(1, "session publish")
         self._pushed: Future[PublishReport] | None = None
         self._records = dict[str, AdapterRecord]()
@@ -84,16 +106,20 @@ class Session:
         """Check the input; start servers and load the model at the same time."""
         try:
             self._config = await asyncio.to_thread(checked, self._prepare)
-            self._records[""] = AdapterRecord(optimizer=self._config.trainer.ppo.optimizer)
-            loading = self._calls.submit(self._policy.load_model, self._config)
+            optimizer = self._config.trainer.ppo.optimizer
+            first = self._ledger.start.step if self._ledger else 0
+            self._records[""] = AdapterRecord(optimizer=optimizer, version=first)
+            loading = self._calls.submit(self._policy.start, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
             stop = self._policy.stop_publisher
-            self._sampler = SamplingThread(self._config, self._tokenizer, on_lost=stop)
+            self._sampler = SamplingThread(
+                self._config, self._tokenizer, ledger=self._ledger, on_lost=stop
+            )
             await asyncio.wrap_future(loading)
             await asyncio.wrap_future(self._sampler.ready)
             if not self._is_base_frozen:
-                await self._publish(0)
+                await self._publish(first)
             for name in self._first_adapters:
                 await self.add_adapter(name)
         except BaseException:
@@ -103,10 +129,16 @@ class Session:
 
     def _prepare(self) -> ExperimentConfig:
         """Return the checked options, and lock the trial's folders."""
-        config, model = prepared(self._model, self._words, self._resources)
+        config, model = prepared(
+            self._model, self._words, self._resources, has_ledger=self._has_ledger
+        )
         self.vocabulary_size = vocab_size(model) or 0
         self.context_length = min(preflight.contexts(config, model, []), default=0)
         check_adapters(config, self._first_adapters)
+        if self._has_ledger:
+            self._ledger = SampleLedger(config)
+            self._resources.callback(self._ledger.close)
+            self._policy = RecordedPolicy(self._ledger)
         return config
 
     async def close(self) -> None:
@@ -133,11 +165,13 @@ class Session:
         self._pusher.shutdown(cancel_futures=cancel)
         if not cancel:
             wait(self._adapter_pushes)
-        self._policy.close()
-        if self._sampler is not None:
-            self._sampler.close()
-            self._sampler = None
-        self._resources.close()
+        try:
+            self._policy.close()
+        finally:
+            if self._sampler is not None:
+                self._sampler.close()
+                self._sampler = None
+            self._resources.close()
 
     @property
     def _is_base_frozen(self) -> bool:
@@ -225,6 +259,7 @@ class Session:
                 or a server cannot have the adapter.
         """
         self._check([])
+        check_no_ledger("add_adapter", has_ledger=self._has_ledger)
         if name in self._records:
             raise UserError(f"add_adapter: there is an adapter '{name}' already. Use another name.")
         lora = {"rank": rank, "alpha": alpha, "targets": targets and [*targets]}
@@ -249,6 +284,7 @@ class Session:
             UserError: The name is taken.
             RoleError: In the call: no server takes the adapter.
         """
+        check_no_ledger("serve", has_ledger=self._has_ledger)
         if name in self._records:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()
@@ -339,6 +375,7 @@ class Session:
             min_version=self._records[adapter].confirmed,
             adapter=adapter,
             seed=seed,
+            is_trained_on=is_trained_on,
         )
         return Call(
             future,
@@ -381,14 +418,14 @@ class Session:
             is_cancelled_with_its_wait=True,
         )
 
-    async def batches(
+    def batches(
         self,
         prompts: Iterable[PromptInput | Seq[PromptInput]],
         *,
         ahead: int | None = None,
         **options: Any,
     ) -> AsyncIterator[list[Sample]]:
-        """Yield the samples of each batch of prompts, while `ahead` further batches are sampled.
+        """Return the samples of each batch of prompts, while `ahead` further batches are sampled.
 
         If one `publish` is awaited for each batch, no token is older than `ahead` versions.
 
@@ -398,20 +435,7 @@ class Session:
             options: Options of `sample`.
         """
         num_ahead = self._config.trainer.ppo.max_staleness if ahead is None else ahead
-        unread = iter(prompts)
-        begun = deque[Call[list[Sample]]]()
-        try:
-            while True:
-                for batch in unread:
-                    begun.append(self.sample(batch, **options))
-                    if len(begun) > num_ahead:
-                        break
-                if not begun:
-                    return
-                yield await begun.popleft()
-        finally:
-            for call in begun:
-                call.cancel()
+        return results_ahead(partial(self.sample, **options), prompts, num_ahead)
 
     def rows(
         self,
@@ -450,7 +474,7 @@ class Session:
         Returns:
             Logprobs at the row's temperature, float32 [T] for each row, 0 outside `loss_mask`.
         """
-        return self._begin(_adapters_of(rows), self._policy.logprobs, [*rows], field)
+        return self._begin(adapters_of(rows), self._policy.logprobs, [*rows], field)
 
     def forward_backward(
         self,
@@ -491,7 +515,7 @@ class Session:
         if record_outputs:
             recorded = {**(ready.record_outputs or {}), **record_outputs}
             ready = replace(ready, record_outputs=recorded)
-        adapters = _adapters_of(rows)
+        adapters = adapters_of(rows)
         self._check(adapters)
         self._check_trained("forward_backward", adapters)
         check_staleness(rows, self._records, limit=self._config.trainer.ppo.max_staleness)
@@ -506,7 +530,7 @@ class Session:
     ) -> Call[Stats]:
         """Compute a loss as `forward_backward` does, without gradient."""
         ready = replace(make_loss(self._config, loss, {}), record_outputs=record_outputs)
-        return self._begin(_adapters_of(rows), self._policy.evaluate, [*rows], ready)
+        return self._begin(adapters_of(rows), self._policy.evaluate, [*rows], ready)
 
     def optim_step(
         self,
@@ -535,6 +559,7 @@ class Session:
         self._check([adapter])
         record = self._records[adapter]
         record.optimizer = changed(record.optimizer, "optim_step", options)
+        record.is_updated = True
         return self._begin([adapter], self._policy.optim_step, adapter, lr, record.optimizer)
 
     def drop_gradient(self, *, adapter: str = "") -> Call[None]:
@@ -558,10 +583,8 @@ class Session:
         """
         self._check([adapter])
         self._check_trained("publish", [adapter])
-        if not adapter:
-            return self._publish(self.version + 1)
-        self._records[adapter].version += 1
-        return self._publish_adapter(adapter)
+        version = self._records[adapter].next_version()
+        return self._publish_adapter(adapter) if adapter else self._publish(version)
 
     def _publish_adapter(self, name: str) -> Call[PublishReport]:
         """Begin to stage an adapter, and to send it in the thread of the servers."""
@@ -585,7 +608,6 @@ class Session:
         return pushed
 
     def _publish(self, version: int) -> Call[PublishReport]:
-        self._records[""].version = version
         staged = self._calls.submit(self._stage, version, self._pushed)
         self._pushed = self._pusher.submit(self._push, version, staged)
         return Call(self._pushed, self._calls)
@@ -625,6 +647,8 @@ class Session:
         """
         self._check_trained("save", [adapter])
         folder = self._state_folder(name)
+        if self._has_ledger:
+            self._records[adapter].end_step()
         return self._begin([adapter], self._policy.save, folder, adapter)
 
     def load(self, name: str | Path, *, adapter: str = "") -> Call[None]:
@@ -658,14 +682,3 @@ class Session:
             return name.absolute()
         check_name("name", name)
         return run_paths(self._config).checkpoints / name
-
-
-def _adapters_of(rows: Seq[Sequence]) -> list[str]:
-    """Return the names of the adapters that compute rows.
-
-    Raises:
-        UserError: There are no rows.
-    """
-    if not rows:
-        raise UserError("there are no rows. Pass at least one.")
-    return [*dict.fromkeys(row.adapter for row in rows)]
