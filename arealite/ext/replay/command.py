@@ -1,6 +1,6 @@
 """`arealite replay RUN`: train again from the ledger, and compare the parameters after each step.
 
-The replay has as many ranks as the run. If their number or the config changed during the run, new
+The replay of a session is one process. That of a run has as many ranks as the run. If their number or the config changed during the run, new
 processes resume from a checkpoint in a temporary folder. The run's folder is only read.
 """
 
@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import os
 import signal
+import sqlite3
 import sys
 import tempfile
 import time
@@ -54,6 +55,10 @@ def main(argv: Sequence[str]) -> int:
     paths = RunPaths(options.run.absolute())
     if options.as_rank:
         return run_rank(paths, *options.as_rank)
+    with open_read_only(paths.ledger) as db:
+        is_of_session = is_session(db)
+    if is_of_session:
+        return run_session(paths, options.to)
     run_segments = segments(paths, options.to)
     last_segment = run_segments[-1]
     began = time.monotonic()
@@ -69,9 +74,40 @@ def main(argv: Sequence[str]) -> int:
             ]
             if code := asyncio.run(run_ranks(segment, words)):
                 return code
-    seconds = time.monotonic() - began
-    print(f"replayed {last_segment.stop} steps: bitwise equal ({seconds:.1f} s)")
+    print_equal(last_segment.stop, began)
     return 0
+
+
+def print_equal(steps: int, began: float) -> None:
+    """Print that all steps are equal."""
+    seconds = time.monotonic() - began
+    print(f"replayed {steps} steps: bitwise equal ({seconds:.1f} s)")
+
+
+def is_session(db: sqlite3.Connection) -> bool:
+    """Return whether a ledger is that of a session."""
+    query = "SELECT 1 FROM meta WHERE key = 'trainer' AND value = 'session'"
+    return db.execute(query).fetchone() is not None
+
+
+def run_session(paths: RunPaths, to: int | None) -> int:
+    """Replay a session in this process; return the exit code."""
+    from arealite.ext.replay.replay_trainer import Differs
+    from arealite.ext.replay.session_replay import replay_session
+
+    log.setup("replay", "error")
+    began = time.monotonic()
+    try:
+        print_equal(replay_session(paths, to), began)
+    except Differs as error:
+        return print_difference(error)
+    return 0
+
+
+def print_difference(error: Exception) -> int:
+    """Print which step differs, and possible causes; return the exit code."""
+    print(fold(f"{error}\n{POSSIBLE_CAUSES}", sys.stderr), file=sys.stderr)
+    return 1
 
 
 def segments(paths: RunPaths, to: int | None) -> list[StepRange]:
@@ -180,8 +216,7 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
             on_step=on_step,
         )
     except Differs as error:
-        print(fold(f"{error}\n{POSSIBLE_CAUSES}", sys.stderr), file=sys.stderr)
-        return 1
+        return print_difference(error)
     except RuntimeError as error:
         rank = os.environ["RANK"]
         if rank == "0":
