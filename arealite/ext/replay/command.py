@@ -1,7 +1,8 @@
 """`arealite replay RUN`: train again from the ledger, and compare the parameters after each step.
 
-The replay of a session is one process. That of a run has as many ranks as the run. If their number or the config changed during the run, new
-processes resume from a checkpoint in a temporary folder. The run's folder is only read.
+The replay of a session is one process. That of a run has as many ranks as the run. If their number
+or the config changed during the run, new processes resume from a checkpoint in a temporary folder.
+The run's folder is only read.
 """
 
 import argparse

@@ -110,7 +110,7 @@ class SampleLedger:
         self._began = time.monotonic()
         self.state, self.start = self._newest_state(paths.checkpoints)
         self._metrics = loggers.get("jsonl")(paths.root)
-        self._roll_back(self.start, clears_steps=False)
+        self._roll_back(self.start)
         for group in self._open_groups.values():
             reason = "unfinished" if group.step is None else "rolled back"
             self._filter(group, reason)
@@ -379,12 +379,10 @@ class SampleLedger:
         self._forget_updates()
         self._backwards = []
         with self._lock:
-            self._roll_back(position, clears_steps=True)
+            self._roll_back(position)
 
-    def _roll_back(self, position: StatePosition, *, clears_steps: bool) -> None:
+    def _roll_back(self, position: StatePosition) -> None:
         self._ledger.roll_back(position.step)
-        if clears_steps:
-            self._ledger.clear_planned_steps()
         self._ledger.commit()
         self._metrics.rewind(position.step)
         self._load()
