@@ -12,8 +12,9 @@ publishes, the next number follows.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -129,6 +130,17 @@ class SampleLedger:
         query = "SELECT COUNT(*), IFNULL(MAX(row) + 1, 0) FROM groups"
         self._num_groups, self.next_group = self._db.execute(query).fetchone()
 
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        """Hold the lock; after an error, read the file again, which has none of the writes."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self._ledger.take()
+                self._load()
+                raise
+
     def close(self) -> None:
         """Filter the samples that were not trained, and close the file."""
         with self._lock:
@@ -155,13 +167,9 @@ class SampleLedger:
         Raises:
             InvariantError: The file cannot be written.
         """
-        with self._lock:
-            try:
-                samples = [self._add_sample(answer) for answer in answers]
-                self._ledger.commit()
-            except BaseException:
-                self._load()
-                raise
+        with self._writing():
+            samples = [self._add_sample(answer) for answer in answers]
+            self._ledger.commit()
         return samples
 
     def _add_sample(self, answer: RecordedAnswer) -> Sample:
@@ -280,7 +288,7 @@ class SampleLedger:
         rewards = [row.reward for row in rows.values() if row.reward is not None]
         if rewards:
             metrics["reward/mean"] = fmean(rewards)
-        with self._lock:
+        with self._writing():
             step = self.position(version).step
             for place, trajectory_id in enumerate(rows):
                 group = self._open_groups.pop(trajectory_id)

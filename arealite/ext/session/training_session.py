@@ -509,7 +509,8 @@ class Session:
 
         Raises:
             UserError: There are no rows, a row is older than `max_staleness`, or the loss is
-                wrong; in the call: a row lacks a field.
+                wrong; in the call: a row lacks a field, or a ledger has its sample in an ended
+                step, or does not have it.
         """
         ready = make_loss(self._config, loss, options)
         if record_outputs:
@@ -570,7 +571,7 @@ class Session:
         """Update all servers to the weights that are trained, as their next version.
 
         Servers pause, load the weights, and continue open answers after their last token. Later
-        engine calls run during the update.
+        engine calls run during the update. With a ledger, this ends a step.
 
         Args:
             adapter: The adapter to send; only its answers are interrupted.
@@ -635,6 +636,8 @@ class Session:
     def save(self, name: str | Path, *, adapter: str = "") -> Call[Path]:
         """Write the weights and the optimizer's state under a name; an older state is replaced.
 
+        With a ledger, this ends a step.
+
         Args:
             name: The name.
             adapter: The adapter to write.
@@ -654,7 +657,8 @@ class Session:
     def load(self, name: str | Path, *, adapter: str = "") -> Call[None]:
         """Read a state that `save` wrote, in this session or in an earlier one of the same trial.
 
-        The gradient is dropped. Servers keep their weights until `publish`.
+        The gradient is dropped. Servers keep their weights until `publish`. A ledger undoes the
+        steps that the state does not have.
 
         Args:
             name: The name.
@@ -662,7 +666,7 @@ class Session:
 
         Raises:
             UserError: The name is no file name; in the call: there is no such state, or it is of
-                another model or optimizer.
+                another model or optimizer, or of steps that a ledger has undone.
         """
         self._check_trained("load", [adapter])
         folder = self._state_folder(name)

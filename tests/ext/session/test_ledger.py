@@ -15,9 +15,9 @@ import pytest
 import arealite
 from arealite.api.engine import LossInput, Sequence
 from arealite.api.trajectory_tree import TrajectoryTree
-from arealite.base.errors import UserError
+from arealite.base.errors import InvariantError, UserError
 from arealite.ext.audit.audit import audit
-from arealite.system.ledger.ledger import decode_header, read_payloads
+from arealite.system.ledger.ledger import Ledger, decode_header, read_payloads
 from tests.ext.session.conftest import Open
 
 PROMPTS = ["2+3=", [5, 6, 7, 8]]
@@ -214,6 +214,29 @@ async def test_save_ends_a_step_and_the_age_of_later_samples_stays_right(
             assert session.version == version
     assert query(ledger, "SELECT step FROM steps") == [(0,), (1,), (2,)]
     assert audited(ledger)["trained"] == 8
+
+
+async def test_failed_write_loses_neither_samples_nor_steps(
+    opened: Open, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise InvariantError("the disk is full")
+
+    async with opened(ledger=True) as parts:
+        session = parts.session
+        rows = await rows_of(session)
+        with monkeypatch.context() as broken:
+            broken.setattr(Ledger, "execute", fail)
+            with pytest.raises(InvariantError, match="the disk is full"):
+                await session.sample(PROMPTS, n=2, max_tokens=4)
+            await train(session, rows)
+            with pytest.raises(InvariantError, match="the disk is full"):
+                await session.save("state")
+        assert audited(ledger) == {"complete": 4}
+        samples = await session.sample(PROMPTS, n=2, max_tokens=4)
+        assert samples[0].trajectory_id == "g4/0/agent"
+        await session.save("state")
+    assert audited(ledger) == {"durable": 4, "dropped": 4}
 
 
 # ------------------------------------------------------------ states
