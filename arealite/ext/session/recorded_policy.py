@@ -40,6 +40,11 @@ class RecordedPolicy(Policy):
     def _end_step(self) -> None:
         self._ledger.end_step(self._version, self.engine.fingerprint)
 
+    def _filter_stale(self) -> None:
+        """Filter the samples that are too old for the next step."""
+        next_step = self._ledger.position(self._version).step
+        self._ledger.filter_stale(next_step - self._config.trainer.ppo.max_staleness)
+
     def forward_backward(self, rows: list[Sequence], loss: Loss) -> Stats:
         """Add the gradient of a loss; see Policy.
 
@@ -65,7 +70,7 @@ class RecordedPolicy(Policy):
         """Apply the gradient.
 
         Raises:
-            UserError: A step that has ended meanwhile has trained a sample of the gradient.
+            UserError: A sample of the gradient was trained by a step that has ended, or is stale.
         """
         self._ledger.check_gradient()
         stats = super().optim_step(adapter, lr, optimizer)
@@ -76,6 +81,7 @@ class RecordedPolicy(Policy):
         """End the step, and copy the weights for the servers."""
         self._end_step()
         self._version = version
+        self._filter_stale()
         super().stage(version)
 
     def push(self, version: int) -> PublishReport:
@@ -89,6 +95,7 @@ class RecordedPolicy(Policy):
     def save(self, path: Path, adapter: str) -> Path:
         """End the step, and write a checkpoint; return its folder."""
         self._end_step()
+        self._filter_stale()
         position = self._ledger.position(self._version)
         self._write(path, adapter, msgspec.structs.asdict(position))
         self._ledger.add_state(position, path)

@@ -3,7 +3,8 @@
 It writes the ledger of runs. Each sample is a group of one episode, because a user may train each
 alone. Its task has the name of its prompt's group in the session, and `row` is the group's number.
 
-    sample: complete → filtered (dropped, unfinished, rolled back) | batched → trained → durable
+    sample: complete → batched → trained → durable
+                     → filtered (stale, dropped, unfinished, rolled back)
 
 A step has the updates between two ends of steps: a `publish`, a `save`, or the end of the session.
 Its number is the version of the weights that it trains. If a `save` ends a step between two
@@ -49,6 +50,8 @@ IDENTITY = {"trainer": "session", "group_size": "1"}
 """What `meta` has in the ledger of a session."""
 GROUP = "group-"
 """Begins the name of a group of samples; its number follows."""
+STALE = "stale"
+"""Reason of samples that are older than `max_staleness`."""
 PUT_UPDATES = "INSERT OR REPLACE INTO session_steps VALUES (?, ?)"
 NEWEST_STEP = "SELECT step, fingerprint FROM steps WHERE step < ? ORDER BY step DESC LIMIT 1"
 NO_STEP = 1 << 62
@@ -192,8 +195,18 @@ class SampleLedger:
         self._num_groups += 1
         self._ledger.put_group(group)
         self._ledger.add_trajectory(header, payload)
+        group.finished[0] = [header]
         self._open_groups[header.trajectory_id] = group
         return replace(sample, trajectory_id=header.trajectory_id)
+
+    def filter_stale(self, oldest_version: int) -> None:
+        """Filter the samples with older tokens: no later update may train them."""
+        with self._writing():
+            for trajectory_id, group in [*self._open_groups.items()]:
+                if group.start is not None and group.start < oldest_version:
+                    del self._open_groups[trajectory_id]
+                    self._filter(group, STALE)
+            self._ledger.commit()
 
     # ------------------------------------------------------------ steps
 
@@ -255,7 +268,7 @@ class SampleLedger:
         """Check the samples of the next update.
 
         Raises:
-            UserError: A step that has ended meanwhile has trained one of them.
+            UserError: Meanwhile a step has ended that has trained one of them, or one became stale.
         """
         for backward in self._backwards:
             for row in backward.rows:

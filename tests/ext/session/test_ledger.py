@@ -100,6 +100,19 @@ async def test_sample_that_was_not_trained_is_dropped_at_the_end(
     assert audited(ledger) == {"durable": 2, "dropped": 4}
 
 
+async def test_sample_that_became_too_old_is_filtered(opened: Open, ledger: Path) -> None:
+    async with opened(ledger=True, max_staleness=0) as parts:
+        session = parts.session
+        rows = await rows_of(session, n=5)
+        await train(session, rows[:2])
+        await session.forward_backward(rows[2:3])
+        await session.publish()
+        assert audited(ledger) == {"trained": 2, "stale": 3}
+        with pytest.raises(UserError, match=r"the gradient is of the sample g2/0/agent, .*: stale"):
+            await session.optim_step(lr=LR)
+    assert audited(ledger) == {"trained": 2, "stale": 3}
+
+
 # ------------------------------------------------------------ steps
 
 
@@ -203,7 +216,7 @@ async def test_save_ends_a_step_and_the_age_of_later_samples_stays_right(
         rows = await rows_of(session)
         await train(session, rows[:2])
         await session.save("middle")
-        assert states(ledger) == {"durable": 2, "complete": 2}
+        assert states(ledger) == {"durable": 2, "stale": 2}
         with pytest.raises(UserError, match=r"version 0, and the weights have version 1"):
             await session.forward_backward(rows[2:])
         await session.publish()

@@ -34,6 +34,7 @@ from tests.system.scenes import experiment
 
 LOSS = named_loss(LossConfig(), KLConfig())
 PROMPT = [1, 2, 3]
+MAX_STALENESS = 4
 Update = tuple[int, list[str]]
 """Its number, and the ids of its samples."""
 
@@ -56,6 +57,7 @@ class History:
         self.pending: list[Update] = []
         self.version = self.ledger.start.step
         self.samples: list[Sample] = []
+        self.stale: set[str] = set()
         assert self.in_ledger() == self.ids_of_steps()
 
     def stored(self, state: Path) -> list[list[Update]]:
@@ -120,8 +122,8 @@ class History:
         chosen = self.rng.sample(self.samples, self.rng.randint(1, min(3, len(self.samples))))
         ids = [sample.trajectory_id for sample in chosen]
         rows = [sample.row(0.5) for sample in chosen]
-        trained = {name for step in self.ids_of_steps() for name in step}
-        if not trained.isdisjoint(ids):
+        closed = {name for step in self.ids_of_steps() for name in step} | self.stale
+        if not closed.isdisjoint(ids):
             with pytest.raises(UserError, match=r"row \d is of the sample"):
                 self.ledger.record_backward(rows, LOSS)
             return
@@ -136,7 +138,13 @@ class History:
     def publish(self) -> None:
         self.end_step()
         self.version = max(self.version + 1, self.ledger.position(0).step)
+        self.ledger.filter_stale(self.version - MAX_STALENESS)
         self.ledger.add_version(self.version, "")
+        trained = {name for step in self.ids_of_steps() for name in step}
+        for sample in self.samples:
+            is_old = min(sample.versions) < self.version - MAX_STALENESS
+            if is_old and sample.trajectory_id not in trained:
+                self.stale.add(sample.trajectory_id)
 
     def save(self, *, is_killed: bool = False) -> None:
         self.end_step()
