@@ -200,23 +200,43 @@ class BaseDecoder(ABC):
 
     def _score_prompts(self, generations: Sequence[Generation]) -> None:
         """Score the prompts of the requests that ask for it, without cache."""
+        batch = list[Generation]()
+        longest = 0
         for generation in generations:
-            begin = generation.scored_from
-            if begin is None:
+            if generation.scored_from is None:
                 continue
-            ids_1L = torch.tensor([generation.prompt], device=self._device)
-            self.adapters.select([generation.adapter])
-            logprobs_LV = self._prompt_logits(ids_1L)[begin:-1].float().log_softmax(-1)
-            logprobs_L1 = logprobs_LV.gather(1, ids_1L[0, begin + 1 :, None])
+            longest = max(longest, len(generation.prompt))
+            num_tokens = (len(batch) + 1) * longest
+            fits = num_tokens <= PREFILL_TOKENS and num_tokens * self._vocab_size <= PREFILL_LOGITS
+            if batch and not fits:
+                self._score(batch)
+                batch = []
+                longest = len(generation.prompt)
+            batch.append(generation)
+        if batch:
+            self._score(batch)
+
+    def _score(self, generations: Sequence[Generation]) -> None:
+        """Score the prompts of requests in one forward pass, padded on the right."""
+        prompts = [torch.tensor(generation.prompt) for generation in generations]
+        ids_BL = pad_sequence(prompts, batch_first=True).to(self._device)
+        self.adapters.select([generation.adapter for generation in generations])
+        logits_BLV = self._prompt_logits(ids_BL)
+        for row, generation in enumerate(generations):
+            begin = generation.scored_from or 0
+            length = len(generation.prompt)
+            logprobs_LV = logits_BLV[row, begin : length - 1].float().log_softmax(-1)
+            scored_ids_L = ids_BL[row, begin + 1 : length]
+            logprobs_L1 = logprobs_LV.gather(1, scored_ids_L[:, None])
             generation.prompt_logprobs = logprobs_L1[:, 0].tolist()
             if generation.num_top:
                 top_logprobs_LM, top_ids_LM = logprobs_LV.topk(generation.num_top)
                 rows = _on_cpu(top_ids_LM, top_logprobs_LM)
                 generation.prompt_top_tokens = [*zip(*rows, strict=True)]
 
-    def _prompt_logits(self, ids_1L: Tensor) -> Tensor:
-        """Return the logits [L, V] of a prompt, without cache."""
-        return self.model(input_ids=ids_1L, use_cache=False).logits[0]
+    def _prompt_logits(self, ids_BL: Tensor) -> Tensor:
+        """Return the logits [B, L, V] of prompts, without cache."""
+        return self.model(input_ids=ids_BL, use_cache=False).logits
 
 
 class Decoder(BaseDecoder):
@@ -346,12 +366,12 @@ class Decoder(BaseDecoder):
         )
         return output.logits
 
-    def _prompt_logits(self, ids_1L: Tensor) -> Tensor:
+    def _prompt_logits(self, ids_BL: Tensor) -> Tensor:
         # A trainer's model that packs rows needs the mask.
-        length = ids_1L.shape[1]
+        length = ids_BL.shape[1]
         positions_L = torch.arange(length, device=self._device)
         mask = self._mask(positions_L[None], length)
-        return self.model(input_ids=ids_1L, attention_mask=mask, use_cache=False).logits[0]
+        return self.model(input_ids=ids_BL, attention_mask=mask, use_cache=False).logits
 
     def decode(self) -> None:
         settings = self._settings or self._rebuild()

@@ -330,6 +330,39 @@ def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: A
         check_logprobs(qwen, generation)
 
 
+@pytest.mark.parametrize(("max_tokens", "num_passes"), [(8192, 1), (100, 5)])
+def test_prompts_are_scored_together(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int, num_passes: int
+) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", max_tokens)
+    decoder = Decoder(qwen, max_rows=16, seed=0)
+    prompt_logits = decoder._prompt_logits
+    sizes = list[torch.Size]()
+
+    def counted(ids_BL: torch.Tensor) -> torch.Tensor:
+        sizes.append(ids_BL.shape)
+        return prompt_logits(ids_BL)
+
+    monkeypatch.setattr(decoder, "_prompt_logits", counted)
+    generations = list[Generation]()
+    for number, prompt in enumerate(prompts(16, longest=40)):
+        generation = make_generation(prompt, 2)
+        generation.scored_from = None if number % 4 == 3 else min(number, len(prompt) - 1)
+        generations.append(generation)
+    with torch.inference_mode():
+        decoder._score_prompts(generations)
+    assert len(sizes) == num_passes
+    assert all(rows * length <= max_tokens for rows, length in sizes)
+    for generation in generations:
+        begin = generation.scored_from
+        if begin is None:
+            assert not generation.prompt_logprobs
+            continue
+        logprobs_LV = reference_logprobs(qwen, generation.prompt)[begin:]
+        expected = logprobs_LV[range(len(logprobs_LV)), generation.prompt[begin + 1 :]]
+        assert generation.prompt_logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
     allowed = make_generation([5], 40, stops=range(32))
     banned = make_generation([5], 40, stops=range(32), min_new_tokens=6)
