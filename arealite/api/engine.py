@@ -132,8 +132,8 @@ class TrainedWeights(ABC):
     def stream_adapter(self) -> Iterator[Named]:
         """Yield (name in peft's file, full tensor) on rank 0, and nothing on other ranks.
 
-        Only an engine with an `adapter_config` has an adapter. Each tensor is a
-        copy on the CPU, in float32.
+        Only an engine with an `adapter_config` has an adapter. Each tensor is on the
+        CPU, in float32. It may be the parameter itself: copy what must survive an update.
         """
         yield from ()
 

@@ -289,7 +289,9 @@ def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
             scaling = scaling_of(config, layer_name, len(down))
             # The copies are checked: the file may change.
             down = down.to(device, torch.float32, copy=True)
-            up = up.to(device, torch.float32) * scaling
+            up = up.to(device, torch.float32, copy=True)
+            if scaling != 1.0:
+                up *= scaling
             for matrix in (down, up):  # a finite sum takes a tenth of the time of isfinite
                 if not (matrix.sum().isfinite() or matrix.isfinite().all()):
                     raise RequestRefused(f"Failed to load adapter: '{layer_name}' is not finite.")

@@ -42,4 +42,4 @@ class NamedAdapter(OptimizedWeights):
 
     def stream_adapter(self) -> Iterator[Named]:
         for name, tensor in self.live_weights().items():
-            yield name, tensor.to("cpu", copy=True)
+            yield name, tensor.cpu()

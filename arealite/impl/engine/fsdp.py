@@ -329,7 +329,7 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
             deque(matrices, maxlen=0)
             return
         for name, full in matrices:
-            yield name, full.to("cpu", copy=True)
+            yield name, full.cpu()
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
