@@ -7,17 +7,17 @@
 # RELAUNCHES: how often it is run again at most (10). PAUSE_S: seconds between two runs (5).
 left=${RELAUNCHES:-10}
 child= # the command's process, while there is one
-early= # whether a signal came while there was none
+early= # the signal that came while there was none
 # After SIGTERM the command ends by itself: it writes a checkpoint and audits its ledger.
-trap 'left=0; if [ -n "$child" ]; then kill -TERM "$child"; else early=1; fi' TERM
-trap 'left=0; [ -n "$child" ] || early=1' INT # a terminal sends Ctrl-C to the command, too
+trap 'left=0; if [ -n "$child" ]; then kill -TERM "$child"; else early=TERM; fi' TERM
+trap 'left=0; [ -n "$child" ] || early=TERM' INT # a terminal sends Ctrl-C to the command, too
 # A second SIGHUP, of the terminal, does not harm the command; a second SIGTERM would stop it at once.
-trap 'left=0; if [ -n "$child" ]; then kill -HUP "$child"; else early=1; fi' HUP
+trap 'left=0; if [ -n "$child" ]; then kill -HUP "$child"; else early=HUP; fi' HUP
 trap : PIPE # a closed output does not end this script; the command does not inherit this
 while :; do
     "$@" &
     child=$!
-    [ -z "$early" ] || kill -TERM "$child"
+    [ -z "$early" ] || kill -"$early" "$child"
     wait "$child"
     code=$?
     while kill -0 "$child" 2>/dev/null; do # a signal to this script ended the wait, not the command
