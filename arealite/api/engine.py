@@ -133,7 +133,7 @@ class TrainedWeights(ABC):
         """Yield (name in peft's file, full tensor) on rank 0, and nothing on other ranks.
 
         Only an engine with an `adapter_config` has an adapter. Each tensor is on the
-        CPU, in float32. It may be the parameter itself: copy what must survive an update.
+        CPU, in float32, and may be the parameter itself.
         """
         yield from ()
 
@@ -262,9 +262,10 @@ class TrainEngine(TrainedWeights):
     def stream_weights(self, *, on_device: bool = False) -> Iterator[Named]:
         """Yield (name in the folder, full tensor) on rank 0, and nothing on other ranks.
 
+        A tensor may be the parameter itself, which the next update changes.
+
         Args:
-            on_device: yield tensors on the model's device; they may be the parameters themselves,
-                which the next update changes. Otherwise each tensor is a copy on the CPU.
+            on_device: yield tensors on the model's device, else contiguous tensors on the CPU.
         """
 
     @abstractmethod

@@ -1,5 +1,6 @@
-"""Facts about this machine, from files of its kernel."""
+"""Facts about this machine, from files of its kernel; and its free memory."""
 
+import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -22,3 +23,14 @@ def first_value(file: Path, key: str) -> str:
         if name.strip() == key:
             return value.strip()
     return ""
+
+
+def return_free_memory() -> None:
+    """Give memory that this process has freed back to the kernel, with the C library of GNU.
+
+    Freed tensors of a few megabytes otherwise stay with the process: after an update of
+    SmolLM2-135M up to 2.9 GB, which are given back in 0.2 to 0.5 s.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

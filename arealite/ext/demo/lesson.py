@@ -24,6 +24,12 @@ LessonMessage = Mapping[str, str]
 LESSONS = "arealite.ext.demo.lessons"
 HELD_OUT_SEED = "held-out"
 MAX_DRAWS_IN_VAIN = 100_000
+MEMORY_OPTIONS = (
+    "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=256",
+    "trainer.ppo.engine.fsdp.logits_chunk=8388608",
+)
+"""On a CPU, larger passes save little time and need more memory: 1.7 MB for each token of
+SmolLM2-135M."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,7 @@ class Lesson:
             f"{env}.{self.env}.reward.function.paths=[{self.reward}]",
             "trainer.ppo.max_staleness=1",
             "trainer.ppo.loss.eps_high=0.28",
+            *MEMORY_OPTIONS,
             f"trainer.ppo.collector.sampling.max_new_tokens={self.max_new_tokens}",
             f"trainer.ppo.eval.sampling.max_new_tokens={longest}",
             *self.options,

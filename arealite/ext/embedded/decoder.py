@@ -29,8 +29,8 @@ from arealite.ext.embedded.token_sampler import Settings, ban_stops, draw, setti
 
 PREFILL_TOKENS = 8192
 """Padded prompt tokens of one forward pass; a longer prompt gets its own pass."""
-PREFILL_LOGITS = 2**26
-"""Logits of one such pass: 256 MB in float32."""
+PREFILL_LOGITS = 2**25
+"""Logits of one such pass: 128 MB in float32."""
 MIN_PREFIX_TOKENS = 16
 """Smallest number of tokens of a shared prefix."""
 WIDTH_BLOCK = 16

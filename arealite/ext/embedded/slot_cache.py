@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import Cache, DynamicLayer
 
-BLOCK = 64
-"""The cache holds a multiple of this many rows and positions, so that it rarely grows."""
+ROW_BLOCK = 64
+"""The cache holds a multiple of this many rows, so that it rarely grows."""
+LENGTH_BLOCK = 16
+"""The cache holds a multiple of this many positions. It grows by an eighth at least."""
 Index = tuple[slice | Tensor, slice | Tensor]
 """Rows and positions of the cache."""
 
@@ -42,9 +44,11 @@ class SlotCache(Cache):
         old_rows, old_length = self._shape
         if rows <= old_rows and length <= old_length:
             return
-        row_block = min(BLOCK, max(old_rows, 8))
+        row_block = min(ROW_BLOCK, max(old_rows, 8))
         rows = max(old_rows, round_up(rows, row_block))
-        length = max(old_length, round_up(length, BLOCK))
+        if length > old_length:
+            length = max(length, old_length + old_length // 8)
+        length = max(old_length, round_up(length, LENGTH_BLOCK))
         self._shape = (rows, length)
         for i, old_STHD in enumerate(self._tensors_STHD):
             new_STHD = self._allocate(old_STHD, old_STHD.shape[2])

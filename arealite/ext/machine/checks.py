@@ -6,7 +6,6 @@ Shape letters: T = tokens of a row, N = loss tokens of a micro-batch.
 """
 # pyright: basic
 
-import ctypes
 import json
 import os
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from arealite.api.engine import LossInput, Sequence, TrainEngine, Training, engines
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.base.host import return_free_memory
 from arealite.base.model_folder import read_model
 from arealite.base.trial_files import TMPFS
 from arealite.cli import configs
@@ -228,7 +228,7 @@ def step(bench: Bench, *, dtype: str) -> None:
     trainer_need = next(estimates.memory(config, model_config, shapes))
     estimated_bytes = trainer_need.size
 
-    ctypes.CDLL(None).malloc_trim(0)  # give freed memory of earlier rows back
+    return_free_memory()  # of earlier rows
     bytes_before = torch.cuda.memory_allocated() if on_gpu else _process_bytes("VmRSS")
     engine = make_engine(
         bench,

@@ -317,10 +317,7 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
             deque(weights, maxlen=0)
             return
         for name, full in self.names.to_folder(weights):
-            if on_device:
-                yield name, full
-            else:
-                yield name, full.to("cpu", copy=True)
+            yield name, full if on_device else full.cpu().contiguous()
 
     def stream_adapter(self) -> Iterator[Named]:
         """Yield the adapter's matrices; see TrainEngine."""

@@ -20,6 +20,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.files import make_locked
 from arealite.base.folder_checks import check_address
+from arealite.base.host import return_free_memory
 from arealite.base.model_folder import read_shapes
 from arealite.base.trial_files import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
@@ -69,6 +70,7 @@ class DiskPublisher(ServersPublisher):
 
     def _stage(self, version: int, write: Callable[[Path], None]) -> None:
         """Let `write` fill a folder, which becomes that of the version when it is complete."""
+        return_free_memory()  # the files may be in memory, too
         begin = time.perf_counter()
         final = self._folder_of(version)
         temporary = self.folder / f".v{version}.tmp"

@@ -30,7 +30,7 @@ class RealRun:
 
     def publish(self, version: int, *, sends: bool = True) -> None:
         """Publish the trainer's weights; without `sends`, send those of the version before."""
-        before = dict(self.engine.stream_weights())
+        before = {name: tensor.clone() for name, tensor in self.engine.stream_weights()}
         self.train(version)
         self.canary.expect(version)
         weights = self.engine.stream_weights() if sends else iter(before.items())

@@ -168,8 +168,8 @@ def add_top_ids(rows: list[Sequence], *, size: int, truncated: float = 0.0) -> N
 
 
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Gather all weights."""
-    return dict(engine.stream_weights())
+    """Copy all weights."""
+    return {name: tensor.clone() for name, tensor in engine.stream_weights()}
 
 
 def save(engine: FSDPEngine, path: Path, extra: dict[str, Any]) -> None:
