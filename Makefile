@@ -49,7 +49,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-tinker test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-tinker test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-loss-overhead bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -280,10 +280,17 @@ docs: $(VENV)/.docs reference
 	$(PY) -m mkdocs build --quiet
 	@echo "out/site/index.html"
 
-bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async
+bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-loss-overhead bench-prefix bench-train bench-async
 
-bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-losses bench-prefix bench-train bench-async bench-canary bench-adapters: bench-%: $(VENV)/.dev
+bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-async bench-canary bench-adapters: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
+
+bench-loss-overhead: $(VENV)/.dev
+	$(PY) tools/bench_losses.py
+
+# All figures of out/bench/losses.json: experiments with three seeds, planted faults, 10,000 publishes. Takes hours.
+bench-losses: bench-loss-overhead bench-canary
+	for name in staleness quantised distillation; do $(PY) tools/bench_losses.py --experiment $$name || exit 1; done
 
 bench-train: bench-trl
 
