@@ -29,7 +29,8 @@ def run_command(words: Sequence[str]) -> None:
     replace_module_paths(_imports_pythonpath, os.environ.get(PYTHONPATH, ""))
     if NEXT_STAGE in words:
         starts.WarmParent.start = start_nothing  # it would import what is here already
-    if NEXT_STAGE in words or any(word in STARTERS for word in words[2:4]):
+    is_session = words[1] == str(forks.SESSION_SCRIPT)
+    if is_session or NEXT_STAGE in words or any(word in STARTERS for word in words[2:4]):
         forks.fork_here()
     _run_command(words)
 

@@ -28,7 +28,13 @@ from typing import Any
 from arealite.ext.warm_start import parent, starts
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "train.py", ROOT / "arealite/launch_llm_server.py", *ROOT.glob("examples/*.py")
+SESSION_SCRIPT = ROOT / "tests/ext/session/sampling_script.py"
+SCRIPTS = [
+    ROOT / "train.py",
+    ROOT / "arealite/launch_llm_server.py",
+    *ROOT.glob("examples/*.py"),
+    SESSION_SCRIPT,
+]
 COMMANDS = {str(script) for script in SCRIPTS}
 MODULES = ("arealite.cli.main", "arealite")
 IMPORTS = (
@@ -64,6 +70,8 @@ Commands that a test calls in its process set some of them. tests.forked applies
 UMASK, PREEXEC_FUNCTION = 20, 21
 """Positions of two arguments of `_posixsubprocess.fork_exec`."""
 _exec: Any = getattr(subprocess, "_fork_exec", None)
+_installed: list[Forker] = []
+"""The forker of this process, if commands are forks."""
 
 
 class Forker:
@@ -99,8 +107,7 @@ class Forker:
         """Start a command; return its process id, or None if the warm parent cannot fork."""
         with self.lock:
             if self.control is None:
-                self.process, self.control = starts.start_process([IMPORTS], FIXED)
-                self.control.recv(1)  # the answer IMPORTED; before it, a fork would lack imports
+                self.control = self._start()
             line, theirs = socket.socketpair()
             with line, starts.subreaper():
                 body = json.dumps({"words": words, "environment": environment}).encode()
@@ -127,6 +134,18 @@ class Forker:
                 line.sendall(parent.GO)
                 return int(received.split()[1])
 
+    def begin(self) -> None:
+        """Start the warm parent, unless it runs."""
+        with self.lock:
+            if self.control is None:
+                self.control = self._start()
+
+    def _start(self) -> socket.socket:
+        """Return the connection to a new warm parent that has imported everything."""
+        self.process, control = starts.start_process([IMPORTS], FIXED)
+        control.recv(1)  # the answer IMPORTED; before it, a fork would lack imports
+        return control
+
     def close(self) -> None:
         """Kill the warm parent; its forks have exited with their tests."""
         if self.process is not None:
@@ -151,8 +170,15 @@ def install() -> None:
     if os.environ.get("FORKS") == "0" or _exec is None or not starts.is_possible():
         return
     forker = Forker(os.environ | FIXED)
+    _installed.append(forker)
     atexit.register(forker.close)
     replace_exec(forker)
+
+
+def begin() -> None:
+    """Start the warm parent now: a test that kills its new child processes must not kill it."""
+    for forker in _installed:
+        forker.begin()
 
 
 def fork_here() -> None:

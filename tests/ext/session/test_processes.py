@@ -16,36 +16,18 @@ import torch
 
 import arealite
 from arealite.base.errors import ArealiteError, RoleError, UserError
+from tests import forks
 from tests.models import tiny_model
 from tests.waiting import eventually, until_exited
+from tools import soak
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = """
-import asyncio, sys
-import arealite
-
-async def main():
-    options = {"cluster.run_root": "runs", "cluster.name_root": "names"}
-    async with arealite.session(sys.argv[1], servers=2, overrides=options) as session:
-        print("ready", flush=True)
-        while True:
-            samples = await session.sample("2+3=", n=8, max_tokens=64)
-            session.forward_backward([sample.row() for sample in samples])
-            session.optim_step(lr=1e-4)
-            session.publish()
-
-asyncio.run(main())
-"""
-
-
 @contextmanager
 def running_script(model: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run SCRIPT until it samples and trains."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
+    """Run the script until it samples and trains."""
     process = subprocess.Popen(
-        [sys.executable, str(script), str(model)],
+        [sys.executable, str(forks.SESSION_SCRIPT), str(model)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -80,6 +62,7 @@ def test_end_of_the_script_ends_its_servers(number: int, model: Path, tmp_path: 
 @pytest.fixture
 def started(model: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Arguments of a session that starts one server."""
+    forks.begin()
     threads = torch.get_num_threads()
     roots = {name: str(tmp_path / name) for name in ("runs", "names")}
     overrides = {"cluster.run_root": roots["runs"], "cluster.name_root": roots["names"]}
@@ -91,6 +74,19 @@ def own_children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def kill_servers(children: list[psutil.Process]) -> None:
+    """Kill the servers among the children, but no parent of a server, warm or not."""
+    words_of = {child: child.cmdline() for child in children}
+    servers = [
+        child
+        for child, words in words_of.items()
+        if not soak.is_warm_parent(words) and "serve-llm" not in words
+    ]
+    assert servers
+    for server in servers:
+        server.kill()
+
+
 async def test_killed_server_is_restarted_and_a_lost_one_fails_the_next_await(
     started: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -99,9 +95,7 @@ async def test_killed_server_is_restarted_and_a_lost_one_fails_the_next_await(
         await session.publish()
         children = [child for child in own_children() if child not in before]
         parent = next(child for child in children if "serve-llm" in child.cmdline())
-        others = [child for child in children if child != parent]
-        for child in others:
-            child.kill()
+        kill_servers(children)
         samples = await session.sample("2+3=", n=2, max_tokens=4)  # by its successor
         assert {version for sample in samples for version in sample.versions} == {1}
         children = [child for child in own_children() if child not in before]
@@ -124,9 +118,7 @@ async def test_restarted_server_gets_the_adapter_again_and_never_answers_without
     async with arealite.session(**started, adapters=["alice"]) as session:
         await session.publish(adapter="alice")
         children = [child for child in own_children() if child not in before]
-        for child in children:
-            if "serve-llm" not in child.cmdline():
-                child.kill()
+        kill_servers(children)
         samples = await session.sample("2+3=", n=8, max_tokens=4, adapter="alice")
         assert {version for sample in samples for version in sample.versions} == {1}
         assert (await session.publish(adapter="alice")).servers == 1
