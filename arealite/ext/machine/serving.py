@@ -148,9 +148,8 @@ async def interrupt(bench: Bench, *, mode: str, server: str) -> None:
     site = await _site(bench, server)
     started = asyncio.Event()
     await asyncio.to_thread(site.publish, site.old_engine)
-    # Long enough to be running when the update arrives; SGLang needs 15 ms for a token on a CPU.
-    is_slow = site.server == "sglang" and bench.device.type == "cpu"
-    num_tokens = 300 if is_slow else 1500
+    # Long enough to be running when the update arrives; on a CPU, a token takes up to 15 ms.
+    num_tokens = 500 if bench.device.type == "cpu" else 1500
     generation = asyncio.ensure_future(
         site.generate(num_tokens, on_tokens=lambda _: started.set()),
     )
