@@ -191,7 +191,7 @@ $(TINKER_VENV)/.dev: Makefile
 
 test-tinker: $(VENV)/.gguf $(VENV)/.dev $(TINKER_VENV)/.dev
 	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
-	TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(PYTEST) -m tinker tests/tinker
+	TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(PYTEST) -m tinker -n 2 --dist loadfile tests/tinker
 
 $(VENV)/.ray: $(VENV)/.dev
 	@$(call install,Ray,$(VENV)) -e ".[dev,demo,ray]"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 REVISION = "0" * 40
-NUM_ROWS = 64
+NUM_ROWS = 16
 
 
 def put_tokenizer(cache: Path, source: Path, model: str) -> None:
