@@ -136,7 +136,7 @@ test-docs: $(VENV)/.envs
 	$(PYTEST) -m "docs or examples" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder tests/docs tests/examples
 
 test-faults: $(VENV)/.dev
-	$(PYTEST) -m faults -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
+	$(PYTEST) -m faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/e2e
 
 # schemathesis is also a pytest plugin, so it has its own virtual environment.
 $(ATTACKS_VENV)/.dev: Makefile

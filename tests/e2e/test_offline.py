@@ -27,6 +27,8 @@ from tests.waiting import spawned, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
+STEPS = 40
+"""Steps of a run: 4 in each epoch."""
 HELD = """
 import time
 from pathlib import Path
@@ -106,7 +108,7 @@ class Run:
             *(f"model.path={model}", f"cluster.run_root={folder / 'runs'}"),
             *(f"dataset.train={folder / 'answers.jsonl'}", "launcher.trainer_ranks=2"),
             f"imports=[{folder / 'held.py'}]",
-            *("trainer.offline.batch_size=16", "trainer.offline.epochs=50"),
+            *("trainer.offline.batch_size=16", f"trainer.offline.epochs={STEPS // 4}"),
             *("trainer.offline.checkpoint_every_steps=20", "trainer.offline.lr=1e-3"),
         ]
 
@@ -164,9 +166,9 @@ def test_killed_stopped_and_resumed_offline_run_is_equal(tmp_path: Path) -> None
     assert code == 130, told + harmed.logs()
     assert "started again (1 of 5)" in told and "stopping after this step" in told
     assert "no audit" not in told and not harmed.paths.export.exists()
-    assert len(harmed.told()) < 200, "it was stopped before its end"
+    assert len(harmed.told()) < STEPS, "it was stopped before its end"
     harmed.gate.unlink()
     harmed.finish()
-    assert harmed.told() == whole.told() and len(whole.told()) == 200
+    assert harmed.told() == whole.told() and len(whole.told()) == STEPS
     one, other = (load_file(run.paths.export / "model.safetensors") for run in (whole, harmed))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -92,7 +92,12 @@ def test_times_are_without_installations(checkout: Path, capfd: pytest.CaptureFi
     assert all(int(line.split()[0]) < -900 for line in lines)
 
 
-LIMITS = {"test-sglang-short": 2900, "test-tinker": 2800, "test-parts": 2900, "test-vllm-short": 2000}
+LIMITS = {
+    "test-sglang-short": 2900,
+    "test-tinker": 2800,
+    "test-parts": 2900,
+    "test-vllm-short": 2000,
+}
 """Seconds since the start after which a part is left out."""
 
 

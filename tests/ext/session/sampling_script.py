@@ -1,6 +1,6 @@
 """A program of a user: it samples, trains and publishes until it is stopped; see test_processes.py.
 
-    python3 tests/ext/session/sampling_script.py MODEL
+python3 tests/ext/session/sampling_script.py MODEL
 """
 
 from __future__ import annotations

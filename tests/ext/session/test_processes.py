@@ -23,6 +23,7 @@ from tools import soak
 
 pytestmark = pytest.mark.processes
 
+
 @contextmanager
 def running_script(model: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the script until it samples and trains."""
