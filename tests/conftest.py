@@ -64,12 +64,27 @@ LONGEST = [
     "[your_environment]",
 ]
 """Parts of the names of the longest tests of `make test-docs`, the longest first."""
+LONGEST_FILES = [
+    "tests/ext/machine/test_machine.py",
+    "tests/ext/self_check/test_faults.py",
+    "tests/ext/models/test_context_parallel.py",
+    "tests/e2e/test_many_workers.py",
+    "tests/tools/test_gpu_day.py",
+    "tests/impl/engine/test_fsdp_ranks.py",
+    "tests/ext/notebook/test_run.py",
+    "tests/ext/math/test_math_verify.py",
+    "tests/foreign/test_installed_package.py",
+    "tests/test_rollout.py",
+    "tests/simulation/test_simulation.py",
+    "tests/foreign/test_checkout.py",
+]
+"""The longest files of `make test`, the longest first: more than 20 CPU seconds each."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Increase the timeout of a test for the start of two servers on a loaded machine.
 
-    The longest pages and examples come first: else one of them runs alone at the end.
+    The longest pages, examples and files come first: else one of them runs alone at the end.
     """
     items.sort(key=rank_by_length)
     for item in items:
@@ -85,10 +100,11 @@ def pytest_collection_finish() -> None:
 
 
 def rank_by_length(item: pytest.Item) -> int:
-    """Return a smaller number for a page or an example that takes longer."""
+    """Return a smaller number for a page, an example or a file that takes longer."""
     is_page = item.get_closest_marker("docs") or item.get_closest_marker("examples")
-    ranks = [rank for rank, part in enumerate(LONGEST) if is_page and part in item.nodeid]
-    return min(ranks, default=len(LONGEST))
+    longest = LONGEST if is_page else LONGEST_FILES
+    ranks = [rank for rank, part in enumerate(longest) if part in item.nodeid]
+    return min(ranks, default=len(longest))
 
 
 @pytest.fixture(autouse=True)
