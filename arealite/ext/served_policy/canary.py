@@ -110,8 +110,8 @@ class Canary:
         """The fingerprint of the weights that were sent last."""
         self._tolerances = dict[str, Tolerance]()
         """The tolerance of each server; a restarted server keeps its own."""
-        self._latest = dict[str, tuple[int, np.ndarray]]()
-        """The version and the scores [T] of each server's latest proof."""
+        self._own_scores = dict[str, tuple[int, np.ndarray]]()
+        """The proven scores of each server [T], and the version since which it has them."""
         self._warnings = set[tuple[str, str]]()
         """Server and obstacle of each warning, which is given once."""
 
@@ -213,13 +213,14 @@ class Canary:
         expected_T = self._expected.get(version)
         if expected_T is None:
             raise NotComparable("newer versions have replaced it")
-        latest_version, latest_T = self._latest.get(proof.server, (-1, None))
+        previous_version, previous_T = self._own_scores.get(proof.server, (-1, np.zeros(0)))
         evidence = Evidence(
             version=version,
             scores=scores,
             expected=self._expected,
             tolerance=self._tolerance(proof.server),
-            previous_T=latest_T if latest_version == version - 1 else None,
+            previous_version=previous_version,
+            previous_T=previous_T,
             drops_caches=self.config.trainer.ppo.publisher.pause_mode != "in_place",
         )
         proof.mean, proof.largest = np.minimum(evidence.errors, LARGEST).tolist()
@@ -227,7 +228,9 @@ class Canary:
         proof.is_proven = not proof.fault
         if proof.is_proven:
             evidence.tolerance.learn(evidence.errors, expected_T)
-            self._latest[proof.server] = (version, scores.prompt_T)
+            is_forgotten = previous_version not in self._expected
+            if is_forgotten or not evidence.is_unchanged():
+                self._own_scores[proof.server] = (version, scores.prompt_T)
 
     def _tolerance(self, server_id: str) -> Tolerance:
         """Return the differences that are no fault of a server."""
