@@ -92,8 +92,11 @@ def record_update(
     optimizer: OptimizerConfig,
 ) -> RecordedUpdate:
     """Return the record of an update."""
-    options = config_tree.plain(optimizer)
-    return RecordedUpdate(backwards=backwards, lr=lr, optimizer=options)
+    return RecordedUpdate(
+        backwards=backwards,
+        lr=None if lr is None else float(lr),  # numbers may be of NumPy
+        optimizer=config_tree.plain(optimizer),
+    )
 
 
 def _record_row(row: SampleRow) -> RecordedRow:
@@ -111,8 +114,8 @@ def _record_row(row: SampleRow) -> RecordedRow:
             arrays[name] = None if array is None else _record_array(array)
     return RecordedRow(
         trajectory_id=row.sample.trajectory_id,
-        temperature=row.temperature,
-        reward=row.reward,
+        temperature=float(row.temperature),
+        reward=None if row.reward is None else float(row.reward),
         fields=fields,
         arrays=arrays,
     )
