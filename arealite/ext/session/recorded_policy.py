@@ -38,7 +38,10 @@ class RecordedPolicy(Policy):
             super().close()
 
     def _end_step(self) -> None:
-        self._ledger.end_step(self._version, self.engine.fingerprint)
+        self._ledger.end_step(self._version, self._fingerprint)
+
+    def _fingerprint(self) -> str:
+        return self.engine.fingerprint()  # without updates, there may be no engine
 
     def _filter_stale(self) -> None:
         """Filter the samples that are too old for the next step."""

@@ -17,6 +17,7 @@ from arealite.api.engine import LossInput, Sequence
 from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.errors import InvariantError, UserError
 from arealite.ext.audit.audit import audit
+from arealite.ext.session import policy
 from arealite.system.ledger.ledger import Ledger, decode_header, read_payloads
 from tests.ext.session.conftest import Open
 
@@ -111,6 +112,22 @@ async def test_sample_that_became_too_old_is_filtered(opened: Open, ledger: Path
         with pytest.raises(UserError, match=r"the gradient is of the sample g2/0/agent, .*: stale"):
             await session.optim_step(lr=LR)
     assert audited(ledger) == {"trained": 2, "stale": 3}
+
+
+async def test_failed_start_raises_its_own_error(
+    opened: Open, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no room for the model")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(policy, "make_engine", fail)
+        with pytest.raises(MemoryError, match="no room for the model"):
+            async with opened(ledger=True):
+                pass
+    async with opened(ledger=True) as parts:
+        await train(parts.session, await rows_of(parts.session))
+    assert audited(ledger) == {"trained": 4}
 
 
 # ------------------------------------------------------------ steps
