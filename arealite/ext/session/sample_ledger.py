@@ -119,7 +119,7 @@ class SampleLedger:
             reason = "unfinished" if group.step is None else "rolled back"
             self._filter(group, reason)
         if self.state is not None:  # a kill may have come before this note
-            self._ledger.checkpoint(self.start.step, str(self.state))
+            self._note_state(self.start, self.state)
         self._ledger.commit()
         self._load()
         _write_config(config, paths, self.start.step)
@@ -359,8 +359,12 @@ class SampleLedger:
     def add_state(self, position: StatePosition, path: Path) -> None:
         """Note that a folder has the weights of a position: its steps are durable."""
         with self._lock:
-            self._ledger.checkpoint(position.step, str(path))
+            self._note_state(position, path)
             self._ledger.commit()
+
+    def _note_state(self, position: StatePosition, path: Path) -> None:
+        # The opening of a ledger deletes checkpoints of steps that it does not have.
+        self._ledger.checkpoint(position.newest_step + 1, str(path))
 
     def check_state(self, path: Path) -> StatePosition:
         """Return the position of a saved state.
@@ -389,11 +393,22 @@ class SampleLedger:
         return position if newest == (position.newest_step, position.fingerprint) else None
 
     def _newest_state(self, folder: Path) -> tuple[Path | None, StatePosition]:
-        """Return the newest saved state and its position; (None, the start) without one."""
-        for path in reversed(checkpoint.list_good(folder)):
-            if position := self._position_of(path):
-                return path, position
-        return None, StatePosition(step=0, newest_step=-1, fingerprint="")
+        """Return the newest saved state and its position; (None, the start) without one.
+
+        It is in the trial's folder of checkpoints, or in another folder that the ledger notes.
+        """
+        noted = {Path(path) for (path,) in self._db.execute("SELECT path FROM checkpoints")}
+        paths = checkpoint.list_good(folder)
+        for other_folder in {path.parent for path in noted} - {folder}:
+            paths += [path for path in checkpoint.list_good(other_folder) if path in noted]
+        newest: Path | None = None
+        start = StatePosition(step=0, newest_step=-1, fingerprint="")
+        for path in paths:
+            position = self._position_of(path)
+            if position is not None and position.step >= start.step:
+                newest = path
+                start = position
+        return newest, start
 
     def roll_back(self, position: StatePosition) -> None:
         """Undo the updates after a position; their samples may be trained again."""

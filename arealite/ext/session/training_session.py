@@ -639,11 +639,11 @@ class Session:
         With a ledger, this ends a step.
 
         Args:
-            name: The name.
+            name: The name; or the folder, as a Path.
             adapter: The adapter to write.
 
         Returns:
-            The folder, `runs/arealite/TRIAL/checkpoints/NAME`. It is complete or absent.
+            The folder, `runs/arealite/TRIAL/checkpoints/NAME` for a name. It is complete or absent.
 
         Raises:
             UserError: The name is no file name.
@@ -661,7 +661,7 @@ class Session:
         steps that the state does not have.
 
         Args:
-            name: The name.
+            name: The name; or the folder, as a Path.
             adapter: The adapter that gets the state. It may be of another adapter of equal shapes.
 
         Raises:

@@ -6,6 +6,7 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import msgspec
@@ -328,6 +329,29 @@ async def test_later_session_continues_at_the_newest_state(opened: Open, ledger:
     assert query(ledger, "SELECT step FROM steps") == [(0,), (1,), (2,)]
     assert audited(ledger) == {"durable": 8, "rolled back": 4, "dropped": 4, "trained": 2}
     assert len((ledger.parent / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+async def test_later_session_continues_at_a_state_in_another_folder(
+    opened: Open, ledger: Path, tmp_path: Path
+) -> None:
+    other_folder = tmp_path / "states/good"
+    async with opened(ledger=True) as parts:
+        session = parts.session
+        await session.save("start")
+        await train(session, await rows_of(session))
+        for _ in range(3):  # its version is beyond the steps
+            await session.publish()
+        await session.save(other_folder)
+        saved = fingerprint(session)
+    for _ in range(2):
+        async with opened(ledger=True) as parts:
+            assert fingerprint(parts.session) == saved
+            assert parts.session.version == 3
+            assert audited(ledger) == {"durable": 4}
+    rmtree(other_folder)
+    async with opened(ledger=True) as parts:
+        assert parts.session.version == 0
+        assert audited(ledger) == {"rolled back": 4}
 
 
 async def test_session_beside_a_ledger_and_adapters_with_one_are_refused(
