@@ -98,7 +98,8 @@ def audit(
     """
     paths = RunPaths(path.parent)
     # Listed before the snapshot begins, so the snapshot has every step of these checkpoints.
-    saved_steps = [int(folder.name[5:]) for folder in paths.checkpoints.glob("step-*[0-9]")]
+    names = [folder.name.removeprefix("step-") for folder in paths.checkpoints.glob("step-*")]
+    saved_steps = [int(name) for name in names if name.isdecimal()]
     try:
         with closing(connect(path, read_only=True)) as db:
             # A tampered row may not be UTF-8.
@@ -138,6 +139,8 @@ class Audit:
             with suppress(msgspec.MsgspecError):  # none yet
                 self.mark = msgspec.json.decode(meta.get("audited", ""), type=Mark)
         self.dropped = int(meta.get("dropped", 0))
+        self.has_named_states = meta.get("trainer") == "session"
+        """Whether the user has named the checkpoints: "step-7" may have any number of steps."""
         self.open_counts = Counter[str]()
         """Counts and sums of open records, by name."""
         self.final_counts = Counter(self.mark.tally)
@@ -307,7 +310,7 @@ class Audit:
         """Compare the steps with the newest checkpoint; if the audit is whole, check the file."""
         query = "SELECT IFNULL(MAX(step) + 1, 0) FROM main.steps"
         (num_steps,) = self.db.execute(query).fetchone()
-        if num_steps < saved:
+        if num_steps < saved and not self.has_named_states:
             self.problems["lost"][
                 f"newest transactions: a checkpoint has {saved} steps, the ledger {num_steps} "
                 "(was ledger.sqlite-wal deleted?)"

@@ -354,6 +354,14 @@ async def test_later_session_continues_at_a_state_in_another_folder(
         assert audited(ledger) == {"rolled back": 4}
 
 
+async def test_audit_passes_whatever_the_states_are_named(opened: Open, ledger: Path) -> None:
+    async with opened(ledger=True) as parts:
+        await train(parts.session, await rows_of(parts.session))
+        for name in ("step-000010", "step-10", "step-b2"):
+            await parts.session.save(name)
+    assert audited(ledger) == {"durable": 4}
+
+
 async def test_session_beside_a_ledger_and_adapters_with_one_are_refused(
     opened: Open, model: Path, options: dict[str, Any]
 ) -> None:
