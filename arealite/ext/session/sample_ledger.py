@@ -53,6 +53,7 @@ GROUP = "group-"
 STALE = "stale"
 """Reason of samples that are older than `max_staleness`."""
 PUT_UPDATES = "INSERT OR REPLACE INTO session_steps VALUES (?, ?)"
+DELETE_UPDATES = "DELETE FROM session_steps WHERE step >= ?"
 NEWEST_STEP = "SELECT step, fingerprint FROM steps WHERE step < ? ORDER BY step DESC LIMIT 1"
 NO_STEP = 1 << 62
 """Larger than every step."""
@@ -112,6 +113,8 @@ class SampleLedger:
         self._stats = list[Stats]()
         """Stats of their calls."""
         self._began = time.monotonic()
+        self._loaded: StatePosition | None = None
+        """Position of a loaded state whose later steps are still in the file."""
         self.state, self.start = self._newest_state(paths.checkpoints)
         self._metrics = loggers.get("jsonl")(paths.root)
         self._roll_back(self.start)
@@ -292,6 +295,7 @@ class SampleLedger:
         Raises:
             InvariantError: The file cannot be written.
         """
+        self._undo_lost_steps()
         if not self._updates:
             return
         parameters = fingerprint()
@@ -414,12 +418,20 @@ class SampleLedger:
         """Undo the updates after a position; their samples may be trained again."""
         self._forget_updates()
         self._backwards = []
-        with self._lock:
-            self._roll_back(position)
+        self._loaded = position
+        self._undo_lost_steps()
+
+    def _undo_lost_steps(self) -> None:
+        """Undo the steps that the loaded state does not have, if that is not done yet."""
+        if self._loaded is None:
+            return
+        with self._writing():
+            self._roll_back(self._loaded)
+        self._loaded = None
 
     def _roll_back(self, position: StatePosition) -> None:
         self._ledger.roll_back(position.step)
-        self._ledger.commit()
+        self._ledger.execute([*self._ledger.take(), (DELETE_UPDATES, (position.step,))])
         self._metrics.rewind(position.step)
         self._load()
 

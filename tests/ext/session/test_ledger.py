@@ -302,6 +302,29 @@ async def test_load_rolls_the_ledger_back(opened: Open, ledger: Path) -> None:
     assert audited(ledger) == {"durable": 4, "trained": 3, "dropped": 1}
 
 
+async def test_failed_roll_back_is_made_up_for(
+    opened: Open, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise InvariantError("the disk is full")
+
+    async with opened(ledger=True) as parts:
+        session = parts.session
+        for name in ("good", "bad"):
+            await train(session, await rows_of(session))
+            await session.publish()
+            await session.save(name)
+        with monkeypatch.context() as broken:
+            broken.setattr(Ledger, "execute", fail)
+            with pytest.raises(InvariantError, match="the disk is full"):
+                await session.load("good")
+        await train(session, await rows_of(session))
+        await session.save("better")
+    for table in ("steps", "session_steps"):
+        assert query(ledger, f"SELECT step FROM {table}") == [(0,), (2,)]
+    assert audited(ledger) == {"durable": 8, "dropped": 4}
+
+
 async def test_later_session_continues_at_the_newest_state(opened: Open, ledger: Path) -> None:
     async with opened(ledger=True) as parts:
         session = parts.session
