@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -108,6 +108,8 @@ class SampleLedger:
         """By trajectory id: samples that no ended step has trained."""
         self._backwards = list[RecordedBackward]()
         """Calls since the last update."""
+        self._gradient_stats = list[Stats]()
+        """Stats of these calls."""
         self._updates = list[RecordedUpdate]()
         """Updates of the step that has not ended."""
         self._stats = list[Stats]()
@@ -149,12 +151,10 @@ class SampleLedger:
 
     def close(self) -> None:
         """Filter the samples that were not trained, and close the file."""
-        with self._lock:
+        with self._lock, closing(self._metrics), closing(self._ledger):
             for group in self._open_groups.values():
                 self._filter(group, "dropped")
             self._ledger.commit()
-            self._ledger.close()
-            self._metrics.close()
 
     def _filter(self, group: Group, reason: str) -> None:
         group.state = "filtered"
@@ -261,11 +261,12 @@ class SampleLedger:
     def add_backward(self, backward: RecordedBackward, stats: Stats) -> None:
         """Note a call that has added its gradient."""
         self._backwards.append(backward)
-        self._stats.append(stats)
+        self._gradient_stats.append(stats)
 
     def drop_gradient(self) -> None:
         """Drop the calls since the last update."""
         self._backwards = []
+        self._gradient_stats = []
 
     def check_gradient(self) -> None:
         """Check the samples of the next update.
@@ -282,8 +283,8 @@ class SampleLedger:
         """Note an update, which has applied the gradient."""
         update = recorded_updates.record_update(self._backwards, lr, optimizer)
         self._updates.append(update)
-        self._stats.append(stats)
-        self._backwards = []
+        self._stats += [*self._gradient_stats, stats]
+        self.drop_gradient()
 
     def end_step(self, version: int, fingerprint: Callable[[], str]) -> None:
         """Write the step of the updates since the last end of a step, if there are any.
@@ -417,7 +418,7 @@ class SampleLedger:
     def roll_back(self, position: StatePosition) -> None:
         """Undo the updates after a position; their samples may be trained again."""
         self._forget_updates()
-        self._backwards = []
+        self.drop_gradient()
         self._loaded = position
         self._undo_lost_steps()
 

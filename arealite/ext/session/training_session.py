@@ -650,9 +650,10 @@ class Session:
         """
         self._check_trained("save", [adapter])
         folder = self._state_folder(name)
+        saved = self._begin([adapter], self._policy.save, folder, adapter)
         if self._has_ledger:
             self._records[adapter].end_step()
-        return self._begin([adapter], self._policy.save, folder, adapter)
+        return saved
 
     def load(self, name: str | Path, *, adapter: str = "") -> Call[None]:
         """Read a state that `save` wrote, in this session or in an earlier one of the same trial.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
+from concurrent.futures import wait
 from contextlib import closing
 from pathlib import Path
 from shutil import rmtree
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import arealite
 from arealite.api.engine import LossInput, Sequence
@@ -224,6 +226,43 @@ async def test_failed_call_trains_no_sample(opened: Open, ledger: Path) -> None:
         await train(session, rows[1:2])
         await session.publish()
     assert audited(ledger) == {"trained": 1, "dropped": 3}
+
+
+async def test_refused_save_ends_no_step(opened: Open, ledger: Path) -> None:
+    def fail(batch: LossInput) -> Any:
+        raise ZeroDivisionError("no loss")
+
+    async with opened(ledger=True) as parts:
+        session = parts.session
+        rows = await rows_of(session)
+        await train(session, rows[:2])
+        failing = session.forward_backward(rows, fail)
+        wait([failing._future])
+        with pytest.raises(ZeroDivisionError):
+            session.save("state")
+        await train(session, rows)
+        await session.publish()
+        assert session.version == 1
+    assert audited(ledger) == {"trained": 4}
+
+
+async def test_metrics_are_without_dropped_calls(opened: Open, ledger: Path) -> None:
+    def of(value: float) -> Any:
+        def loss(batch: LossInput) -> Any:
+            loss = batch.outputs["logprobs"].sum()
+            return loss, {"mine": torch.tensor(value)}
+
+        return loss
+
+    async with opened(ledger=True) as parts:
+        session = parts.session
+        rows = await rows_of(session)
+        await session.forward_backward(rows, of(5.0))
+        await session.drop_gradient()
+        await train(session, rows, loss=of(1.0))
+        await session.forward_backward(rows, of(7.0))
+    (line,) = (ledger.parent / "metrics.jsonl").read_text().splitlines()
+    assert msgspec.json.decode(line)["update/mine"] == 1.0
 
 
 async def test_save_ends_a_step_and_the_age_of_later_samples_stays_right(
