@@ -73,7 +73,7 @@ class WeightPublisher(ABC):
     """Publishes from trainer rank 0. The other ranks only take part in gathering the weights."""
 
     takes_device_tensors = False
-    """Whether `stage` takes tensors on the engine's device instead of CPU copies."""
+    """Whether `stage` takes tensors on the engine's device instead of the CPU."""
     proof: PolicyProof | None = None
     """Proves the weights of each updated server."""
 

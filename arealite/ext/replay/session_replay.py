@@ -134,7 +134,7 @@ class SessionReplayer:
         self._config_text = ""
 
     def use(self, file: Path) -> None:
-        """Train with a config from now on: as the session did, with a new model in its state."""
+        """Train with a config from now on; a new model gets the state of the one before."""
         text = file.read_text("utf-8")
         if text == self._config_text:
             return

@@ -47,8 +47,8 @@ def session(
             may be left out.
 
     Raises:
-        UserError: Adapters and a ledger; or when it is started: the input is wrong. No process was
-            started.
+        UserError: There are adapters and a ledger. When the session is started: the input is wrong;
+            no process was started.
     """
     if servers is None:
         servers = 0 if addresses else 1

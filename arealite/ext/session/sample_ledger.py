@@ -7,8 +7,8 @@ alone. Its task has the name of its prompt's group in the session, and `row` is 
                      → filtered (stale, dropped, unfinished, rolled back)
 
 A step has the updates between two ends of steps: a `publish`, a `save`, or the end of the session.
-Its number is the version of the weights that it trains. If a `save` ends a step between two
-publishes, the next number follows.
+Its number is the version of the weights that it trains. If a `save` has ended a step since the last
+`publish`, the number is that of the last step plus 1.
 """
 
 import json
@@ -47,7 +47,7 @@ from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
 
 IDENTITY = {"trainer": "session", "group_size": "1"}
-"""What `meta` has in the ledger of a session."""
+"""Names and values of the table `meta` in the ledger of a session."""
 GROUP = "group-"
 """Begins the name of a group of samples; its number follows."""
 STALE = "stale"

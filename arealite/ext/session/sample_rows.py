@@ -27,6 +27,15 @@ def _no_tokens() -> np.ndarray:
     return np.zeros((0, 0))
 
 
+@dataclass(kw_only=True)
+class SampleRow(Sequence):
+    """The training row of a sample."""
+
+    sample: "Sample"
+    reward: float | None = None
+    """The reward of the sample, if the row's advantage was computed from rewards."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One answer, with the exact tokens that a server sampled. The three lists have one length."""
@@ -62,7 +71,7 @@ class Sample:
     top_logprobs: np.ndarray = field(default_factory=_no_tokens, repr=False, compare=False)
     """float32 [N, K]: their log-probabilities; -inf: no further one."""
 
-    def row(self, advantage: float = 1.0) -> "SampleRow":
+    def row(self, advantage: float = 1.0) -> SampleRow:
         """Return the training row of this answer, for `Session.forward_backward`.
 
         Its loss tokens are the sampled ones. Its fields, float32 [T] each, are `advantages`,
@@ -94,15 +103,6 @@ class Sample:
             routing=routing_TR,
             adapter=self.adapter,
         )
-
-
-@dataclass(kw_only=True)
-class SampleRow(Sequence):
-    """The training row of a sample."""
-
-    sample: Sample
-    reward: float | None = None
-    """The reward of the sample, if the row's advantage was computed from rewards."""
 
 
 def make_rows(

@@ -311,7 +311,7 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The version that the newest `publish` has given the weights; 0: those of the start."""
+        """The version that the newest `publish` has given the weights, or that of the start."""
         return self.adapter_version()
 
     def adapter_version(self, name: str = "") -> int:
@@ -509,8 +509,8 @@ class Session:
 
         Raises:
             UserError: There are no rows, a row is older than `max_staleness`, or the loss is
-                wrong; in the call: a row lacks a field, or a ledger has its sample in an ended
-                step, or does not have it.
+                wrong; in the call: a row lacks a field, or its sample is not in the ledger, is
+                filtered there, or was trained by an ended step.
         """
         ready = make_loss(self._config, loss, options)
         if record_outputs:
