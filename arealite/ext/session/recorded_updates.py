@@ -104,7 +104,8 @@ def _record_row(row: SampleRow) -> RecordedRow:
     fields = dict[str, float | RecordedArray | None]()
     for name in sample_row.fields.keys() - row.fields.keys():
         fields[name] = None
-    for name, values in row.fields.items():
+    for name, user_values in row.fields.items():
+        values = np.asarray(user_values)  # a list or a tensor works without a ledger, too
         if not _is_equal(values, sample_row.fields.get(name)):
             fields[name] = _record_field(values)
     arrays = dict[str, RecordedArray | None]()

@@ -105,6 +105,8 @@ async def test_numbers_of_numpy_and_truth_values_are_recorded(
             samples = await session.sample("2+3=", n=2, max_tokens=6)
             rows = session.rows(samples, [*rewards])
             rows[0].temperature = np.float64(1.0)
+            rows[0].fields["mine"] = [0.5] * len(rows[0].tokens)  # type: ignore[assignment]
+            rows[1].fields["mine"] = torch.ones(len(rows[1].tokens))  # type: ignore[assignment]
             session.forward_backward(rows)
             await session.optim_step(lr=np.float64(0.1))
             await session.publish()
