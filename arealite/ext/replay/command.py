@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import os
 import signal
-import sqlite3
 import sys
 import tempfile
 import time
@@ -33,6 +32,8 @@ torch, the type of processor or the number of threads differ from the run's. A
 later step differs: a trajectory was changed, a checkpoint was not loaded as it
 was saved, or the trainer is not deterministic (sums on a GPU may not be)."""
 """Printed if a replayed step differs."""
+IS_SESSION = "SELECT 1 FROM meta WHERE key = 'trainer' AND value = 'session'"
+"""SQL: selects a row if the ledger is that of a session."""
 
 PROGRESS_S = 5.0
 
@@ -57,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     if options.as_rank:
         return run_rank(paths, *options.as_rank)
     with open_read_only(paths.ledger) as db:
-        is_of_session = is_session(db)
-    if is_of_session:
+        is_session = db.execute(IS_SESSION).fetchone() is not None
+    if is_session:
         return run_session(paths, options.to)
     run_segments = segments(paths, options.to)
     last_segment = run_segments[-1]
@@ -83,12 +84,6 @@ def print_equal(steps: int, began: float) -> None:
     """Print that all steps are equal."""
     seconds = time.monotonic() - began
     print(f"replayed {steps} steps: bitwise equal ({seconds:.1f} s)")
-
-
-def is_session(db: sqlite3.Connection) -> bool:
-    """Return whether a ledger is that of a session."""
-    query = "SELECT 1 FROM meta WHERE key = 'trainer' AND value = 'session'"
-    return db.execute(query).fetchone() is not None
 
 
 def run_session(paths: RunPaths, to: int | None) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -39,11 +39,6 @@ class RecordedStep:
     fingerprint: str
     updates: list[RecordedUpdate]
 
-    @property
-    def backwards(self) -> list[RecordedBackward]:
-        """The calls that have added its gradients, in their order."""
-        return [backward for update in self.updates for backward in update.backwards]
-
 
 def replay_session(paths: RunPaths, to: int | None) -> int:
     """Repeat the steps up to number `to` (None: all); return how many there are.
@@ -54,10 +49,10 @@ def replay_session(paths: RunPaths, to: int | None) -> int:
     """
     load(paths.config)  # checks the model, and lets the functions of this folder be imported
     steps = _read_steps(paths, to)
-    with ExitStack() as resources:
-        scratch = resources.enter_context(tempfile.TemporaryDirectory(prefix="arealite-replay-"))
-        replayer = SessionReplayer(ledger=paths.ledger, scratch=Path(scratch) / "state")
-        resources.callback(replayer.close)
+    with (
+        tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch,
+        closing(SessionReplayer(ledger=paths.ledger, scratch=Path(scratch) / "state")) as replayer,
+    ):
         for step in steps:
             replayer.use(_config_of(paths, step.number))
             replayer.repeat(step)
@@ -76,8 +71,9 @@ def _read_steps(paths: RunPaths, to: int | None) -> list[RecordedStep]:
         if recorded_ids != {*json.loads(trained)}:
             raise UserError(f"{paths.ledger} lacks the updates of step {number + 1}. Restore it.")
         step = RecordedStep(number=number, fingerprint=fingerprint, updates=updates)
-        for backward in step.backwards:
-            _check_function(step, backward.function)
+        for update in updates:
+            for backward in update.backwards:
+                _check_function(step, backward.function)
         steps.append(step)
     if not steps:
         raise UserError(f"{paths.root} has no trained step to replay.")

@@ -38,10 +38,8 @@ class RecordedPolicy(Policy):
             super().close()
 
     def _end_step(self) -> None:
-        self._ledger.end_step(self._version, self._fingerprint)
-
-    def _fingerprint(self) -> str:
-        return self.engine.fingerprint()  # without updates, there may be no engine
+        # Without updates, there may be no engine.
+        self._ledger.end_step(self._version, lambda: self.engine.fingerprint())
 
     def _filter_stale(self) -> None:
         """Filter the samples that are too old for the next step."""

@@ -86,19 +86,6 @@ def record_backward(rows: list[SampleRow], loss: Loss) -> RecordedBackward:
     )
 
 
-def record_update(
-    backwards: list[RecordedBackward],
-    lr: float | None,
-    optimizer: OptimizerConfig,
-) -> RecordedUpdate:
-    """Return the record of an update."""
-    return RecordedUpdate(
-        backwards=backwards,
-        lr=None if lr is None else float(lr),  # numbers may be of NumPy
-        optimizer=config_tree.plain(optimizer),
-    )
-
-
 def _record_row(row: SampleRow) -> RecordedRow:
     sample_row = row.sample.row()
     fields = dict[str, float | RecordedArray | None]()

@@ -34,6 +34,7 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.base import config as base_config
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.session import recorded_updates
@@ -115,16 +116,16 @@ class SampleLedger:
         self._stats = list[Stats]()
         """Stats of their calls."""
         self._began = time.monotonic()
-        self._loaded: StatePosition | None = None
-        """Position of a loaded state whose later steps are still in the file."""
         self.state, self.start = self._newest_state(paths.checkpoints)
         self._metrics = loggers.get("jsonl")(paths.root)
-        self._roll_back(self.start)
+        self._loaded: StatePosition | None = self.start
+        """Position of a loaded state whose later steps are still in the file."""
+        self._undo_lost_steps()
         for group in self._open_groups.values():
             reason = "unfinished" if group.step is None else "rolled back"
             self._filter(group, reason)
         if self.state is not None:  # a kill may have come before this note
-            self._note_state(self.start, self.state)
+            self.add_state(self.start, self.state)
         self._ledger.commit()
         self._load()
         _write_config(config, paths, self.start.step)
@@ -219,12 +220,10 @@ class SampleLedger:
         Raises:
             UserError: A row is of no sample that may be trained.
         """
-        sample_rows = list[SampleRow]()
         for index, row in enumerate(rows):
-            problem = self._row_problem(row)
-            if problem or not isinstance(row, SampleRow):
+            if problem := self._row_problem(row):
                 raise UserError(f"forward_backward: row {index} {problem}")
-            sample_rows.append(row)
+        sample_rows = [row for row in rows if isinstance(row, SampleRow)]
         return recorded_updates.record_backward(sample_rows, loss)
 
     def _row_problem(self, row: Sequence) -> str:
@@ -281,7 +280,11 @@ class SampleLedger:
 
     def add_update(self, lr: float | None, optimizer: OptimizerConfig, stats: Stats) -> None:
         """Note an update, which has applied the gradient."""
-        update = recorded_updates.record_update(self._backwards, lr, optimizer)
+        update = RecordedUpdate(
+            backwards=self._backwards,
+            lr=None if lr is None else float(lr),  # it may be of NumPy
+            optimizer=config_tree.plain(optimizer),
+        )
         self._updates.append(update)
         self._stats += [*self._gradient_stats, stats]
         self.drop_gradient()
@@ -364,12 +367,9 @@ class SampleLedger:
     def add_state(self, position: StatePosition, path: Path) -> None:
         """Note that a folder has the weights of a position: its steps are durable."""
         with self._lock:
-            self._note_state(position, path)
+            # The opening of a ledger deletes checkpoints of steps that it does not have.
+            self._ledger.checkpoint(position.newest_step + 1, str(path))
             self._ledger.commit()
-
-    def _note_state(self, position: StatePosition, path: Path) -> None:
-        # The opening of a ledger deletes checkpoints of steps that it does not have.
-        self._ledger.checkpoint(position.newest_step + 1, str(path))
 
     def check_state(self, path: Path) -> StatePosition:
         """Return the position of a saved state.
@@ -426,15 +426,13 @@ class SampleLedger:
         """Undo the steps that the loaded state does not have, if that is not done yet."""
         if self._loaded is None:
             return
+        step = self._loaded.step
         with self._writing():
-            self._roll_back(self._loaded)
+            self._ledger.roll_back(step)
+            self._ledger.execute([*self._ledger.take(), (DELETE_UPDATES, (step,))])
+            self._metrics.rewind(step)
+            self._load()
         self._loaded = None
-
-    def _roll_back(self, position: StatePosition) -> None:
-        self._ledger.roll_back(position.step)
-        self._ledger.execute([*self._ledger.take(), (DELETE_UPDATES, (position.step,))])
-        self._metrics.rewind(position.step)
-        self._load()
 
 
 def _group(seq: int, epoch: int, row: int) -> Group:

@@ -44,11 +44,16 @@ def prepared(
     config = resolve(ExperimentConfig, "async_ppo", words, data={}, parts={"model": model})
     config = resolved.resolve_host(configs.with_model(config))
     model_config = check_input(config)
-    _check_trial(config, has_ledger=has_ledger)
-    for folder in (name_dir(config), run_paths(config).root):
+    paths = run_paths(config)
+    if paths.ledger.exists() and not has_ledger:
+        raise UserError(
+            f"trial {config.trial_name!r} has a ledger, {paths.ledger}, in which the samples of "
+            "this session would be missing. Pass ledger=True, or another trial."
+        )
+    for folder in (name_dir(config), paths.root):
         folder.mkdir(parents=True, exist_ok=True)
         resources.enter_context(lock_file(folder / ".lock", fix=IN_USE))
-    run_paths(config).logs.mkdir(exist_ok=True)
+    paths.logs.mkdir(exist_ok=True)
     if not structlog.is_configured():
         log.setup("session", "error")
     return config, model_config
@@ -60,16 +65,6 @@ def check_adapters(config: ExperimentConfig, names: Sequence[str]) -> None:
         new_adapter(config, name)
         if names.count(name) > 1:
             raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
-
-
-def _check_trial(config: ExperimentConfig, *, has_ledger: bool) -> None:
-    """Raise UserError if a session without a ledger would train beside one."""
-    paths = run_paths(config)
-    if paths.ledger.exists() and not has_ledger:
-        raise UserError(
-            f"trial {config.trial_name!r} has a ledger, {paths.ledger}, in which the samples of "
-            "this session would be missing. Pass ledger=True, or another trial."
-        )
 
 
 def check_no_ledger(call: str, *, has_ledger: bool) -> None:

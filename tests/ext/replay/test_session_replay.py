@@ -94,19 +94,19 @@ async def test_steps_of_all_kinds_are_repeated(
     assert "replayed 2 steps: bitwise equal" in capsys.readouterr().out
 
 
-async def test_numbers_of_numpy_and_truth_values_are_recorded(
+async def test_numbers_and_fields_of_other_types_are_recorded(
     opened: Open,  # noqa: F811
     run: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with opened(ledger=True) as parts:
         session = parts.session
-        for rewards in (np.array([0.0, 1.0]), np.float32([1.0, 0.0]), [True, False]):
+        for rewards in (np.array([0.0, 1.0]), np.array([1.0, 0.0], np.float32), [True, False]):
             samples = await session.sample("2+3=", n=2, max_tokens=6)
-            rows = session.rows(samples, [*rewards])
+            rows: list[Any] = [*session.rows(samples, [*rewards])]
             rows[0].temperature = np.float64(1.0)
-            rows[0].fields["mine"] = [0.5] * len(rows[0].tokens)  # type: ignore[assignment]
-            rows[1].fields["mine"] = torch.ones(len(rows[1].tokens))  # type: ignore[assignment]
+            rows[0].fields["mine"] = [0.5] * len(rows[0].tokens)
+            rows[1].fields["mine"] = torch.ones(len(rows[1].tokens))
             session.forward_backward(rows)
             await session.optim_step(lr=np.float64(0.1))
             await session.publish()

@@ -236,11 +236,11 @@ async def test_refused_save_ends_no_step(opened: Open, ledger: Path) -> None:
         session = parts.session
         rows = await rows_of(session)
         await train(session, rows[:2])
-        failing = session.forward_backward(rows, fail)
+        failing = session.forward_backward(rows[2:], fail)
         wait([failing._future])
         with pytest.raises(ZeroDivisionError):
             session.save("state")
-        await train(session, rows)
+        await train(session, rows[2:])
         await session.publish()
         assert session.version == 1
     assert audited(ledger) == {"trained": 4}
