@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.experiment_config import ExperimentConfig
+from arealite.base import config_tree
 from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.replay.command import load
@@ -20,7 +21,6 @@ from arealite.ext.session.recorded_updates import (
     RecordedUpdate,
     decode_updates,
     loss_options,
-    optimizer_options,
     row_of,
     sample_of,
 )
@@ -162,7 +162,8 @@ class SessionReplayer:
         for update in step.updates:
             for backward in update.backwards:
                 self._add_gradient(self._policy, backward)
-            optimizer = optimizer_options(update, self._config.trainer.ppo)
+            options_type = type(self._config.trainer.ppo.optimizer)
+            optimizer = config_tree.build(options_type, update.optimizer)
             self._policy.optim_step("", update.lr, optimizer)
         fingerprint = self._policy.engine.fingerprint()
         if fingerprint != step.fingerprint:

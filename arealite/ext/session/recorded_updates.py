@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from arealite.api.algorithm import KLConfig, LossConfig
-from arealite.api.engine_config import OptimizerConfig
 from arealite.api.payloads import Payload
 from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory_tree import TrajectoryTree
@@ -93,13 +92,13 @@ def _record_row(row: SampleRow) -> RecordedRow:
         fields[name] = None
     for name, user_values in row.fields.items():
         values = np.asarray(user_values)  # a list or a tensor works without a ledger, too
-        if not _is_equal(values, sample_row.fields.get(name)):
+        if _record_array(values) != _record_array(sample_row.fields.get(name)):
             fields[name] = _record_field(values)
     arrays = dict[str, RecordedArray | None]()
     for name in ARRAYS:
-        array = getattr(row, name)
-        if not _is_equal(array, getattr(sample_row, name)):
-            arrays[name] = None if array is None else _record_array(array)
+        record = _record_array(getattr(row, name))
+        if record != _record_array(getattr(sample_row, name)):
+            arrays[name] = record
     return RecordedRow(
         trajectory_id=row.sample.trajectory_id,
         temperature=float(row.temperature),
@@ -109,22 +108,16 @@ def _record_row(row: SampleRow) -> RecordedRow:
     )
 
 
-def _is_equal(array: np.ndarray | None, other: np.ndarray | None) -> bool:
-    """Return whether two arrays have the same bytes, or both are None."""
-    if array is None or other is None:
-        return array is other
-    is_alike = array.dtype == other.dtype and array.shape == other.shape
-    return is_alike and array.tobytes() == other.tobytes()
-
-
-def _record_field(values: np.ndarray) -> float | RecordedArray:
+def _record_field(values: np.ndarray) -> float | RecordedArray | None:
     is_float32 = values.dtype == np.float32 and values.ndim == 1
-    if is_float32 and values.size and _is_equal(values, np.full_like(values, values[0])):
+    if is_float32 and values.size and values.tobytes() == values[:1].tobytes() * len(values):
         return float(values[0])
     return _record_array(values)
 
 
-def _record_array(array: np.ndarray) -> RecordedArray:
+def _record_array(array: np.ndarray | None) -> RecordedArray | None:
+    if array is None:
+        return None
     return RecordedArray(array.dtype.str, [*array.shape], array.tobytes())
 
 
@@ -172,8 +165,3 @@ def loss_options(record: RecordedBackward, ppo: PPOConfig) -> tuple[LossConfig, 
     """Return the options of a recorded loss; `ppo` has their classes."""
     loss = config_tree.build(type(ppo.loss), record.loss)
     return loss, config_tree.build(type(ppo.kl), record.kl)
-
-
-def optimizer_options(record: RecordedUpdate, ppo: PPOConfig) -> OptimizerConfig:
-    """Return the options of a recorded update; `ppo` has their class."""
-    return config_tree.build(type(ppo.optimizer), record.optimizer)

@@ -324,8 +324,8 @@ class SampleLedger:
                 fingerprint=parameters,
             )
             self._ledger.train(report)
-            encoded = recorded_updates.encode_updates(self._updates)
-            self._ledger.execute([*self._ledger.take(), (PUT_UPDATES, (step, encoded))])
+            updates = recorded_updates.encode_updates(self._updates)
+            self._ledger.execute([*self._ledger.take(), (PUT_UPDATES, (step, updates))])
         self._metrics.log(step + 1, metrics)
         self._began = now
         self._forget_updates()
