@@ -12,9 +12,9 @@ NOISE = np.tile([0.03, -0.03], 8)
 FIRST = np.linspace(-6.0, -2.0, 16)
 
 
-def evidence(change: float, own_change: float) -> Evidence:
+def evidence(change: float, own_change: float, *, is_mixture: bool = False) -> Evidence:
     """The trainer's scores have changed since version 3, and the server's own scores, too."""
-    tolerance = Tolerance("bfloat16", is_mixture=False)
+    tolerance = Tolerance("bfloat16", is_mixture=is_mixture)
     tolerance.learn(tolerance.errors(FIRST + NOISE, FIRST), FIRST)
     return Evidence(
         version=5,
@@ -41,3 +41,17 @@ def test_server_that_follows_the_trainer_has_no_fault() -> None:
 
 def test_scores_that_stay_equal_for_two_versions_are_old() -> None:
     assert "the scores did not change, and the trainer's did by 0.02" in evidence(0.02, 0.0).fault()
+
+
+def test_experts_that_rounding_chooses_are_no_old_weights() -> None:
+    """The trainer moved from one side of the server to the other, and is as near as before."""
+    moved = evidence(0.0, 0.0, is_mixture=True)
+    moved.expected[5] = FIRST + 1.9 * NOISE
+    assert not moved.fault()
+    dense = evidence(0.0, 0.0)
+    dense.expected[5] = FIRST + 1.9 * NOISE
+    assert "the scores did not change" in dense.fault()
+
+
+def test_old_weights_of_a_mixture_are_found_from_half_of_the_bound_on() -> None:
+    assert "old weights" in evidence(0.15, 0.0, is_mixture=True).fault()
