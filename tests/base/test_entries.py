@@ -237,6 +237,6 @@ def test_command_with_a_name_of_ours_is_not_listed_as_one(site: Path, capsys) ->
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert text.count("\n  train ") == 1
-    text = " ".join(text.split())
-    assert "bake of the installed package bakery" in text
-    assert "The command train of the installed package bakery never runs" in text
+    words = " ".join(text.split())
+    assert "bake of the installed package bakery" in words
+    assert "The command train of the installed package bakery never runs" in words

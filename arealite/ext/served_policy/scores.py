@@ -159,7 +159,7 @@ class Tolerance:
         self._noise = noise if self._noise is None else np.maximum(self._noise, noise)
 
     def hides_old_weights(self, mean: float, expected_T: np.ndarray) -> bool:
-        """Return whether a mean difference may be that of two versions, or of rounding alone.
+        """Return whether rounding alone may explain scores that seem to be old.
 
         In 16 bits, near ties, rounding decides which experts compute a token. An update may move
         the trainer to another expert and the server not, whose scores then seem to be old.

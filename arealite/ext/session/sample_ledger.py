@@ -106,7 +106,7 @@ class SampleLedger:
         self._db = self._ledger.connection
         self._db.execute(recorded_updates.TABLE)
         self._open_groups = dict[str, Group]()
-        """By trajectory id: samples that no ended step has trained."""
+        """The samples that no ended step has trained, by trajectory id."""
         self._backwards = list[RecordedBackward]()
         """Calls since the last update."""
         self._gradient_stats = list[Stats]()
@@ -246,10 +246,10 @@ class SampleLedger:
         with self._lock:
             if trajectory_id in self._open_groups:
                 return ""
-            found = self._db.execute(CLOSED_SAMPLE, (trajectory_id,)).fetchone()
-        if found is None:
+            record = self._db.execute(CLOSED_SAMPLE, (trajectory_id,)).fetchone()
+        if record is None:
             return f"is of the sample {trajectory_id} of another ledger."
-        state, reason, step = found
+        state, reason, step = record
         if state == "filtered":
             return f"is of the sample {trajectory_id}, which is filtered: {reason}."
         return (

@@ -62,6 +62,7 @@ class DiskPublisher(ServersPublisher):
         """
 
         def write(folder: Path) -> None:
+            return_free_memory()  # the files may be in memory, too
             write_weights(folder, self.checked(weights), self.config.bucket_mb << 20)
             copy_small_files(self.model_path, folder)
 
@@ -70,7 +71,6 @@ class DiskPublisher(ServersPublisher):
 
     def _stage(self, version: int, write: Callable[[Path], None]) -> None:
         """Let `write` fill a folder, which becomes that of the version when it is complete."""
-        return_free_memory()  # the files may be in memory, too
         begin = time.perf_counter()
         final = self._folder_of(version)
         temporary = self.folder / f".v{version}.tmp"

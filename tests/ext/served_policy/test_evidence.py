@@ -8,7 +8,7 @@ import pytest
 from arealite.ext.served_policy.scores import Evidence, ServerScores, Tolerance
 
 NOISE = np.tile([0.03, -0.03], 8)
-"""What a server's scores differ from the trainer's under equal weights."""
+"""The server's scores minus the trainer's, if both have the same weights."""
 FIRST = np.linspace(-6.0, -2.0, 16)
 
 
@@ -31,7 +31,7 @@ def evidence(change: float, own_change: float, *, is_mixture: bool = False) -> E
 
 @pytest.mark.parametrize("change", [0.0, 0.001, 0.0025])
 def test_change_that_a_server_rounds_away_is_no_fault(change: float) -> None:
-    """Such changes were seen in ordinary publishes, with noise of 0.03 nats."""
+    """Ordinary publishes had such changes where the noise was 0.03 nats."""
     assert not evidence(change, own_change=0.0).fault()
 
 

@@ -286,17 +286,19 @@ async def test_save_ends_a_step_and_the_age_of_later_samples_stays_right(
     assert audited(ledger)["trained"] == 8
 
 
+def fill_the_disk(*_: object) -> None:
+    """Stands in for each write."""
+    raise InvariantError("the disk is full")
+
+
 async def test_failed_write_loses_neither_samples_nor_steps(
     opened: Open, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise InvariantError("the disk is full")
-
     async with opened(ledger=True) as parts:
         session = parts.session
         rows = await rows_of(session)
         with monkeypatch.context() as broken:
-            broken.setattr(Ledger, "execute", fail)
+            broken.setattr(Ledger, "execute", fill_the_disk)
             with pytest.raises(InvariantError, match="the disk is full"):
                 await session.sample(PROMPTS, n=2, max_tokens=4)
             await train(session, rows)
@@ -344,9 +346,6 @@ async def test_load_rolls_the_ledger_back(opened: Open, ledger: Path) -> None:
 async def test_failed_roll_back_is_made_up_for(
     opened: Open, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise InvariantError("the disk is full")
-
     async with opened(ledger=True) as parts:
         session = parts.session
         for name in ("good", "bad"):
@@ -354,7 +353,7 @@ async def test_failed_roll_back_is_made_up_for(
             await session.publish()
             await session.save(name)
         with monkeypatch.context() as broken:
-            broken.setattr(Ledger, "execute", fail)
+            broken.setattr(Ledger, "execute", fill_the_disk)
             with pytest.raises(InvariantError, match="the disk is full"):
                 await session.load("good")
         await train(session, await rows_of(session))
