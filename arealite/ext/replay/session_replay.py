@@ -131,10 +131,10 @@ class SessionReplayer:
 
     def use(self, file: Path) -> None:
         """Train with a config from now on; a new model gets the state of the one before."""
-        text = file.read_text("utf-8")
-        if text == self._config_text:
+        config_text = file.read_text("utf-8")
+        if config_text == self._config_text:
             return
-        self._config_text = text
+        self._config_text = config_text
         earlier = self._policy
         if earlier is not None:
             earlier.save(self._scratch, "")

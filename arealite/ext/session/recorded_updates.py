@@ -40,7 +40,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that the sample's row does not have, or has with other values. A number stands for
     equal values of all tokens; None: the row lacks the field."""
     arrays: dict[str, RecordedArray | None]
-    """By name in ARRAYS: those that differ from the sample's row."""
+    """The arrays of ARRAYS that differ from those of the sample's row, by name."""
 
 
 class RecordedBackward(msgspec.Struct, frozen=True, kw_only=True):

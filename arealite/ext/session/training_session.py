@@ -83,7 +83,7 @@ class Session:
         self._pusher = ThreadPoolExecutor(1, "session publish")
         self._pushed: Future[PublishReport] | None = None
         self._records = dict[str, AdapterRecord]()
-        """By the adapter's name; "": the default weights."""
+        """The record of each adapter, by its name; "": of the default weights."""
         self._next_versions = dict[str, int]()
         """The first version of an adapter that gets the name of a removed one."""
         self._adapter_pushes = set[Future[Any]]()

@@ -197,13 +197,13 @@ async def test_row_without_a_recorded_sample_is_refused(opened: Open, ledger: Pa
         (sample, *_) = await session.sample("2+3=", max_tokens=4)
         (unrecorded,) = await session.sample("2+3=", max_tokens=4, is_trained_on=False)
         row = sample.row()
-        own = Sequence(
+        row_without_sample = Sequence(
             tokens=row.tokens, loss_mask=row.loss_mask, temperature=1.0, fields=row.fields
         )
         changed = sample.row()
         changed.tokens = changed.tokens[:-1]
         for wrong, problem in (
-            (own, "row 0 is of no sample in the ledger"),
+            (row_without_sample, "row 0 is of no sample in the ledger"),
             (unrecorded.row(), "row 0 is of no sample in the ledger"),
             (changed, "row 0 has other tokens than its sample g0/0/agent"),
         ):
