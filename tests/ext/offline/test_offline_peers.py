@@ -54,7 +54,7 @@ def ours(config: ExperimentConfig) -> tuple[float, dict[str, torch.Tensor]]:
     engine: Any = trainer.engine
     found: dict[str, torch.Tensor] = {}
 
-    def take(lr: object = None) -> dict[str, float]:
+    def take(lr: object, optimizer: object) -> dict[str, float]:
         for name, param in engine.module.named_parameters():
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
             found[name] = grad.clone()
