@@ -110,6 +110,12 @@ def whole_relative(left: Tensors, right: Tensors) -> float:
     return (square / norm_square) ** 0.5
 
 
+def assert_equal_gradients(left: Tensors, right: Tensors) -> None:
+    """Compare gradients of float32, of which small tensors have larger rounding differences."""
+    assert whole_relative(left, right) <= 1e-6
+    assert relative(left, right) <= 2e-6
+
+
 def logprobs_of(engine: FSDPEngine, rows: list[Sequence]) -> np.ndarray:
     return np.concatenate(engine.forward(rows)["logprobs"])
 
@@ -131,14 +137,14 @@ def test_mixed_gradients_equal_those_alone(recomputed: bool, model: Path) -> Non
         alone = frozen_base(model, **options)
         (alone_adapter,) = add(alone, name).values()
         alone.forward_backward(of(rows, name), LOSS)
-        assert relative(gradients(adapter), gradients(alone_adapter)) <= 1e-6
+        assert_equal_gradients(gradients(adapter), gradients(alone_adapter))
         is_own = np.concatenate([np.full(len(row.tokens), row.adapter == name) for row in rows])
         np.testing.assert_allclose(mixed[is_own], logprobs_of(alone, of(rows, name)), atol=1e-5)
     default = make_engine(model, lora=LoRAConfig(rank=3), **options)
     default.forward_backward(of(rows, ""), LOSS)
     of_default = {n: p.grad for n, p in default.optimizer.parameters.items() if ".lora_B." in n}
     own = {n: engine.optimizer.parameters[n].grad for n in of_default}
-    assert relative(own, of_default) <= 1e-6  # type: ignore[arg-type]
+    assert_equal_gradients(own, of_default)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
