@@ -11,12 +11,13 @@ from arealite.impl.launcher.processes import Child, end_all, server_gpus, spawn
 
 
 @asynccontextmanager
-async def own_servers(num_servers: int, file: Path) -> AsyncGenerator[None]:
+async def own_servers(num_servers: int, file: Path, *, ranks: int = 0) -> AsyncGenerator[None]:
     """Run servers during the body; cancel the body if a server exits.
 
     Args:
         num_servers: Their number.
         file: Their resolved config. Their logs are in its folder.
+        ranks: Number of trainer ranks, which have the first GPUs of this host.
 
     Raises:
         RoleError: a server exited and its parent process could not restart it; alone or in an
@@ -32,7 +33,7 @@ async def own_servers(num_servers: int, file: Path) -> AsyncGenerator[None]:
                     name,
                     command,
                     log=file.with_name(f"{name}.log"),
-                    environment=server_gpus(index, num_servers, ranks=0),
+                    environment=server_gpus(index, num_servers, ranks=ranks),
                 )
                 children.append(child)
             watches = [watching.create_task(_until_dead(child)) for child in children]

@@ -165,7 +165,7 @@ class SessionReplayer:
             options_type = type(self._config.trainer.ppo.optimizer)
             optimizer = config_tree.build(options_type, update.optimizer)
             self._policy.optim_step("", update.lr, optimizer)
-        fingerprint = self._policy.engine.fingerprint()
+        fingerprint = self._policy.fingerprint()
         if fingerprint != step.fingerprint:
             raise Differs(
                 f"step {step.number + 1} is the first that differs: its parameters are "

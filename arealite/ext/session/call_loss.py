@@ -35,8 +35,20 @@ class Loss:
     record_outputs: Mapping[str, str] | None = None
     """{output: field} of the pass that become fields, if the rows do not have them."""
     kl: KLConfig = KLConfig()
-    function_name: str = ""
-    """module:name of a function of the user; "": a loss by name."""
+    own_function: OwnLoss | None = None
+    """The function of the user; None: a loss by name."""
+
+    def __reduce__(self) -> tuple[Callable[..., "Loss"], tuple[object, ...]]:
+        """Return how another rank makes this loss: `function` itself cannot be sent."""
+        return _made_again, (self.own_function, self.config, self.kl, self.record_outputs)
+
+    @property
+    def function_name(self) -> str:
+        """module:name of the function of the user; "": a loss by name."""
+        if self.own_function is None:
+            return ""
+        module = getattr(self.own_function, "__module__", "")
+        return f"{module}:{getattr(self.own_function, '__qualname__', '')}"
 
     @property
     def needs_reference(self) -> bool:
@@ -118,13 +130,18 @@ def named_loss(config: LossConfig, kl: KLConfig) -> Loss:
 
 def own_loss(function: OwnLoss, config: LossConfig) -> Loss:
     """Return a loss of the user."""
-    module = getattr(function, "__module__", "")
-    name = getattr(function, "__qualname__", "")
-    return Loss(
-        function=_with_stats(function),
-        config=config,
-        function_name=f"{module}:{name}",
-    )
+    return Loss(function=_with_stats(function), config=config, own_function=function)
+
+
+def _made_again(
+    function: OwnLoss | None,
+    config: LossConfig,
+    kl: KLConfig,
+    record_outputs: Mapping[str, str] | None,
+) -> Loss:
+    """Return the loss whose parts another rank has sent."""
+    loss = named_loss(config, kl) if function is None else own_loss(function, config)
+    return replace(loss, record_outputs=record_outputs)
 
 
 def _check_computed(loss: LossConfig, kl: KLConfig) -> None:

@@ -20,6 +20,7 @@ def session(
     *,
     servers: int | None = None,
     addresses: Seq[str] = (),
+    ranks: int = 1,
     lora: int = 0,
     adapters: Seq[str] | None = None,
     max_staleness: int | None = None,
@@ -29,13 +30,16 @@ def session(
 ) -> Session:
     """Return a session, which `async with` (or `await`) starts: servers, and the model to train.
 
-    The model is trained in this process, and is sampled by servers. When this process ends, for
-    any reason, the servers that the session has started end, too.
+    The model is trained in this process, or in several ranks, of which the first one is this
+    process; it is sampled by servers. When this process ends, for any reason, the servers and ranks
+    that the session has started end, too.
 
     Args:
         model: A Hugging Face folder, or the id of a model of the Hugging Face Hub.
         servers: Number of servers to start; None: one, or none with `addresses`.
         addresses: Running servers, as in ["http://10.0.0.1:30000"]; the session updates them.
+        ranks: Number of processes that train, each on a GPU of its own if there are GPUs; the
+            model is sharded over them. A loss of your own must be in a module, which they import.
         lora: Rank of the adapter that is trained in place of all parameters; 0: none.
         adapters: Names of further adapters; see `Session.add_adapter`. With lora=0, the model is
             frozen, and only these train; [] means that all are added later. None: no adapters.
@@ -58,6 +62,7 @@ def session(
             "trial_name": trial,
             "launcher.llm_servers": servers,
             "llm_server.addresses": [*addresses] or None,
+            "launcher.trainer_ranks": ranks if ranks != 1 else None,
             f"{PPO}.engine.fsdp.lora.rank": lora or None,
             f"{PPO}.engine.fsdp.lora.only_named": adapters is not None or None,
             f"{PPO}.max_staleness": max_staleness,

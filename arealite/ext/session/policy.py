@@ -1,10 +1,11 @@
-"""The trained model of a session, and the publisher of its weights; in one thread, one rank."""
+"""The trained model of a session, on all its ranks, and the publisher of its weights."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,25 +17,17 @@ from arealite.api.engine import (
     Stats,
     TrainedWeights,
     TrainEngine,
-    Training,
 )
 from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
-from arealite.base import entries
 from arealite.base.errors import RoleError
 from arealite.ext.served_policy.canary import row_of, sequence_of
 from arealite.ext.session.adapter_publisher import StagedAdapter
 from arealite.ext.session.call_loss import Loss, weighted_rows
+from arealite.ext.session.engine_rank import EngineRank, Outputs
+from arealite.ext.session.ranks import SessionRanks
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.trainer.base import (
-    make_engine,
-    make_reference,
-    read_engines,
-    stage_weights,
-    write_engines,
-)
-from arealite.impl.trainer.rank_group import World
 
 
 class Policy:
@@ -43,48 +36,42 @@ class Policy:
     def __init__(self) -> None:
         self._resources = ExitStack()
         self._publisher: WeightPublisher | None = None
-        self._trained = dict[str, TrainedWeights]()
-        """The engine's own weights, "", unless they are frozen; and those of each adapter."""
+        self._ranks: SessionRanks | None = None
 
     def start(self, config: ExperimentConfig) -> None:
         """Load the model and its optimizer, and open the publisher."""
         self.load_model(config)
+        self.ranks.call(EngineRank.make_proof)
         publisher = publishers.get(config.trainer.ppo.publisher.type)(config, self.engine)
         self._resources.callback(publisher.close)
-        makers = entries.hooks("policy_proof")
-        publisher.proof = entries.first_result(makers, config, self.engine, self._world)
+        self.ranks.local.open_publisher(publisher)
         self._publisher = publisher
 
     def load_model(self, config: ExperimentConfig) -> None:
-        """Load the model and its optimizer."""
+        """Start the other ranks, and load the model and its optimizer."""
         self._config = config
-        ppo = config.trainer.ppo
-        self._world = World.init(
-            threads=config.launcher.trainer_threads,
-            seed=config.seed,
-            is_alone=True,
-        )
-        self._resources.callback(self._world.destroy)
-        num_updates = ppo.total_steps * ppo.updates * ppo.epochs
-        training = Training(optimizer=ppo.optimizer, lr=ppo.lr, total_updates=num_updates)
-        self.engine = make_engine(config, training=training)
-        self.engine.replays_routing = ppo.collector.routing == "replay"
-        self._reference: TrainEngine | None = None
-        lora = ppo.engine.fsdp.lora
-        has_default = bool(lora.rank or config.model.adapter)
-        if has_default or lora.only_named:  # before an update: it costs nothing
-            self._reference = self._make_reference()
-        if has_default or not lora.only_named:
-            self._trained[""] = self.engine
+        self._ranks = SessionRanks(config)
+        self._resources.callback(self._ranks.close)
+        self._ranks.call(EngineRank.load_model)
 
-    def _make_reference(self) -> TrainEngine:
-        """Return the frozen policy of a KL penalty: `kl.reference`, or the initial model."""
-        path = self._config.trainer.ppo.kl.reference
-        folder = None if path == "initial" else path
-        return make_reference(self._config, self.engine, folder)
+    @property
+    def ranks(self) -> SessionRanks:
+        """All ranks, once `load_model` was called."""
+        assert self._ranks is not None, "load the model first"
+        return self._ranks
+
+    @property
+    def engine(self) -> TrainEngine:
+        """The engine of this process."""
+        return self.ranks.local.engine
+
+    @property
+    def trained(self) -> dict[str, TrainedWeights]:
+        """The trained weights of this process; see EngineRank."""
+        return self.ranks.local.trained
 
     def close(self) -> None:
-        """Close the publisher, and destroy the process group."""
+        """Close the publisher, end the other ranks, and destroy the process group."""
         self._resources.close()
 
     def stop_publisher(self) -> None:
@@ -94,11 +81,19 @@ class Policy:
 
     def logprobs(self, rows: list[Sequence], field: str) -> list[np.ndarray]:
         """Return the logprobs of each row, float32 [T]; also as a field of the rows."""
-        logprobs = self.engine.forward(rows)["logprobs"]
+        logprobs = self._forward(rows)["logprobs"]
         for row, logprobs_T in zip(rows, logprobs, strict=True):
             if field:
                 row.fields[field] = logprobs_T
         return logprobs
+
+    def _forward(
+        self,
+        rows: list[Sequence],
+        method: Callable[[EngineRank, list[Sequence]], Outputs] = EngineRank.forward,
+    ) -> Outputs:
+        """Return the outputs of all rows by a method of the ranks."""
+        return joined(self.ranks.call_with_rows(method, rows))
 
     def forward_backward(self, rows: list[Sequence], loss: Loss) -> Stats:
         """Add the gradient of a loss; the outputs that it records become fields of the rows.
@@ -106,47 +101,52 @@ class Policy:
         Raises:
             UserError: Some rows lack a field that the loss or other rows have.
         """
-        max_tokens = self._config.trainer.ppo.collector.sampling.max_new_tokens
-        weighted = weighted_rows(rows, loss, max_tokens=max_tokens)
+        weighted = self._weighted(rows, loss)
         if loss.needs_reference:
-            if self._reference is None:
-                self._reference = self._make_reference()
-            references = self._reference.forward(weighted)["logprobs"]
+            references = self._forward(weighted, EngineRank.forward_reference)["logprobs"]
             for row, logprobs_T in zip(weighted, references, strict=True):
                 row.fields["ref_logprobs"] = logprobs_T
         recorded = loss.record_outputs or {}
         if any(field in row.fields for row in weighted for field in recorded.values()):
             recorded = {}
-        stats = self.engine.forward_backward(
-            weighted,
-            loss.function,
-            record_outputs=recorded or None,
-        )
+        gradients = self.ranks.call_with_rows(EngineRank.forward_backward, weighted, loss, recorded)
+        outputs = joined([gradient.recorded for gradient in gradients])
         for field in recorded.values():
-            for row, copy in zip(rows, weighted, strict=True):
-                row.fields[field] = copy.fields[field]
-        return stats
+            for row, values_T in zip(rows, outputs[field], strict=True):
+                row.fields[field] = values_T
+        return gradients[0].stats
 
     def evaluate(self, rows: list[Sequence], loss: Loss) -> Stats:
-        """Compute a loss without gradient; recorded outputs become fields of the rows."""
-        outputs_by_row = self.engine.forward(rows)
+        """Compute a loss without gradient; recorded outputs become fields of the rows.
+
+        Raises:
+            UserError: See `forward_backward`.
+        """
+        weighted = self._weighted(rows, loss)
+        outputs_by_row = self._forward(weighted)
         for name, field in (loss.record_outputs or {}).items():
-            for row, values_T in zip(rows, outputs_by_row[name], strict=True):
+            for row, copy, values_T in zip(rows, weighted, outputs_by_row[name], strict=True):
                 row.fields[field] = values_T
-        masks = [row.loss_mask for row in rows]
-        names = rows[0].fields.keys()
+                copy.fields[field] = values_T
+        masks = [row.loss_mask for row in weighted]
+        names = weighted[0].fields.keys()
         batch = LossInput(
             outputs={name: _joined(values, masks) for name, values in outputs_by_row.items()},
             rows_N=torch.from_numpy(np.repeat(np.arange(len(rows)), [*map(np.sum, masks)])),
-            fields={name: _joined([row.fields[name] for row in rows], masks) for name in names},
+            fields={name: _joined([row.fields[name] for row in weighted], masks) for name in names},
         )
         _, stats = loss.function(batch)
         return {name: float(value) for name, value in stats.items()}
 
+    def _weighted(self, rows: list[Sequence], loss: Loss) -> list[Sequence]:
+        """Return copies of rows with all fields of a loss; see `weighted_rows`."""
+        max_tokens = self._config.trainer.ppo.collector.sampling.max_new_tokens
+        return weighted_rows(rows, loss, max_tokens=max_tokens)
+
     def drop_gradient(self, adapters: Collection[str]) -> None:
         """Drop the gradient of adapters since their last update."""
-        for name in self._trained.keys() & set(adapters):
-            self._trained[name].drop_gradient()
+        if self._ranks is not None and not self._ranks.is_lost:
+            self._ranks.call(EngineRank.drop_gradient, adapters)
 
     def optim_step(
         self,
@@ -155,22 +155,22 @@ class Policy:
         optimizer: OptimizerConfig,
     ) -> Stats:
         """Apply the gradient of an adapter."""
-        return self._trained[adapter].optim_step(lr=lr, optimizer=optimizer)
+        return self.ranks.call(EngineRank.optim_step, adapter, lr, optimizer)
 
     def add_adapter(self, adapter: NewAdapter) -> None:
         """Add an adapter to the engine."""
-        self._trained[adapter.name] = self.engine.add_adapter(adapter)
+        self.trained[adapter.name] = self.engine.add_adapter(adapter)
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter from the engine, if it has been added."""
-        if self._trained.pop(name, None) is not None:
+        if self.trained.pop(name, None) is not None:
             self.engine.remove_adapter(name)
 
     def stage_adapter(self, name: str, version: int) -> StagedAdapter:
         """Write an adapter for the servers, and score the canary's row with it."""
         assert isinstance(self._publisher, DiskPublisher), "start first"
         folder = self._publisher.folder / "adapters" / name / str(version)
-        self._trained[name].export(folder)
+        self.trained[name].export(folder)
         row = row_of(Path(self._config.model.path), None)
         sequence = replace(sequence_of(row), adapter=name)
         (scores_T,) = self.engine.forward([sequence])["logprobs"]
@@ -184,9 +184,7 @@ class Policy:
 
     def stage(self, version: int) -> None:
         """Copy the weights for the servers."""
-        assert self._publisher is not None, "start first"
-        proof = self._publisher.proof
-        stage_weights(self.engine, self._publisher, proof, self._world, version)
+        self.ranks.call(EngineRank.stage, version)
 
     def push(self, version: int) -> PublishReport:
         """Update all servers to a staged version."""
@@ -202,19 +200,33 @@ class Policy:
         self._write(path, adapter, {})
         return path
 
-    def _write(self, path: Path, adapter: str, extra: dict[str, object]) -> None:
+    def _write(self, path: Path, adapter: str, extra: dict[str, Any]) -> None:
         """Write a checkpoint, with `extra` beside the weights."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_engines(path, {".": self._trained[adapter]}, extra, self._world)
+        self.ranks.call(EngineRank.write, path, adapter, extra)
 
     def load(self, path: Path, adapter: str) -> None:
         """Read a checkpoint."""
-        read_engines(path, {".": self._trained[adapter]})
+        self.ranks.call(EngineRank.read, path, adapter)
 
     def export(self, path: Path, adapter: str) -> None:
         """Write a Hugging Face folder, or that of an adapter."""
-        weights = self._trained[adapter] if adapter else self.engine
-        weights.export(path)
+        self.ranks.call(EngineRank.export, path, adapter)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the parameters; see TrainEngine."""
+        return self.ranks.call(EngineRank.fingerprint)
+
+
+def joined(parts: Seq[Outputs]) -> Outputs:
+    """Return the outputs of the ranks' rows, one rank after the other.
+
+    A rank without rows may lack names.
+    """
+    names = dict.fromkeys(name for outputs in parts for name in outputs)
+    return {
+        name: [values for outputs in parts for values in outputs.get(name, [])] for name in names
+    }
 
 
 def _joined(values: Seq[np.ndarray], masks: Seq[np.ndarray]) -> torch.Tensor:

@@ -12,7 +12,6 @@ from arealite.api.publisher import PublishReport
 from arealite.ext.session.call_loss import Loss
 from arealite.ext.session.policy import Policy
 from arealite.ext.session.sample_ledger import SampleLedger
-from arealite.impl.trainer.base import read_engines
 
 
 class RecordedPolicy(Policy):
@@ -28,7 +27,7 @@ class RecordedPolicy(Policy):
         """Load the model and its optimizer, at the newest state of the ledger."""
         super().load_model(config)
         if self._ledger.state is not None:
-            read_engines(self._ledger.state, {".": self.engine})
+            super().load(self._ledger.state, "")
 
     def close(self) -> None:
         """End the step, and release everything."""
@@ -39,7 +38,7 @@ class RecordedPolicy(Policy):
 
     def _end_step(self) -> None:
         # Without updates, there may be no engine.
-        self._ledger.end_step(self._version, lambda: self.engine.fingerprint())
+        self._ledger.end_step(self._version, self.fingerprint)
 
     def _filter_stale(self) -> None:
         """Filter the samples that are too old for the next step."""

@@ -175,7 +175,8 @@ class SamplingThread:
             return
         num_servers = self._config.launcher.llm_servers
         file = configs.write_server(self._config, run_paths(self._config).root)
-        async with own_servers(num_servers, file):
+        ranks = self._config.launcher.trainer_ranks
+        async with own_servers(num_servers, file, ranks=ranks):
             await with_externals(self._config, self._serve(num_servers))
 
     async def _serve(self, num_servers: int) -> None:

@@ -101,6 +101,8 @@ def check_input(config: ExperimentConfig) -> dict[str, Any]:
     import torch.distributed as dist
 
     ppo = config.trainer.ppo
+    if ppo.engine.fsdp.lora.only_named and config.launcher.trainer_ranks > 1:
+        raise UserError("adapters by name are trained by one rank. Use ranks=1, or lora=32.")
     if ppo.publisher.type != "disk":
         raise UserError(
             f"trainer.ppo.publisher.type={ppo.publisher.type}: a session publishes through files. "

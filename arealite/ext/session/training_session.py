@@ -33,6 +33,7 @@ from arealite.ext.session.call_loss import (
 )
 from arealite.ext.session.calls import DEFAULT, Call, Calls, results_ahead
 from arealite.ext.session.policy import Policy
+from arealite.ext.session.ranks import check_sendable
 from arealite.ext.session.recorded_policy import RecordedPolicy
 from arealite.ext.session.sample_ledger import SampleLedger
 from arealite.ext.session.sample_rows import (
@@ -513,6 +514,7 @@ class Session:
                 filtered there, or was trained by an ended step.
         """
         ready = make_loss(self._config, loss, options)
+        check_sendable(ready, self._config)
         if record_outputs:
             recorded = {**(ready.record_outputs or {}), **record_outputs}
             ready = replace(ready, record_outputs=recorded)

@@ -50,32 +50,43 @@ class World:
         variables = {} if is_alone else os.environ
         rank = int(variables.get("RANK", 0))
         size = int(variables.get("WORLD_SIZE", 1))
+        store: Store | None = None
+        if not is_alone:
+            store = entries.first_result(entries.hooks("rank_store"), rank, size)
+        if store is None and size > 1:
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            endpoint = socket.create_server(address) if rank == 0 else address
+            store = open_store(endpoint, size, TIMEOUT)
+        world = cls(rank=rank, size=size)
+        world.join(store, device=int(variables.get("LOCAL_RANK", 0)), threads=threads, seed=seed)
+        return world
+
+    def join(self, store: Store | None, *, device: int, threads: int, seed: int) -> None:
+        """Initialise torch.distributed on this rank.
+
+        Args:
+            store: where the ranks meet; None: there is one rank.
+            device: index of this rank's CUDA device.
+            threads: as in `init`.
+            seed: as in `init`.
+        """
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(variables.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
         else:
             torch.set_num_threads(threads)
             backend = "gloo"
-        random.seed(seed + rank)
-        np.random.seed((seed + rank) % 2**32)
-        torch.manual_seed(seed + rank)
-        store: Store | None = None
-        if not is_alone:
-            store = entries.first_result(entries.hooks("rank_store"), rank, size)
-        if store is None and size == 1:
-            store = HashStore()
-        elif store is None:
-            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            endpoint = socket.create_server(address) if rank == 0 else address
-            store = open_store(endpoint, size, TIMEOUT)
+        rank_seed = seed + self.rank
+        random.seed(rank_seed)
+        np.random.seed(rank_seed % 2**32)
+        torch.manual_seed(rank_seed)
         dist.init_process_group(
             backend,
-            store=store,
-            rank=rank,
-            world_size=size,
+            store=store or HashStore(),
+            rank=self.rank,
+            world_size=self.size,
             timeout=TIMEOUT,
         )
-        return cls(rank=rank, size=size)
 
     def all(self, flag: bool) -> bool:
         """Return whether `flag` is true on every rank."""

@@ -12,9 +12,9 @@ import arealite
 
 
 async def main() -> None:
-    """Run a session with two servers; names and runs are in the working directory."""
+    """Run a session with two servers and two ranks; names and runs are in the working directory."""
     options = {"cluster.run_root": "runs", "cluster.name_root": "names"}
-    async with arealite.session(sys.argv[1], servers=2, overrides=options) as session:
+    async with arealite.session(sys.argv[1], servers=2, ranks=2, overrides=options) as session:
         print("ready", flush=True)
         while True:
             samples = await session.sample("2+3=", n=8, max_tokens=64)

@@ -20,7 +20,7 @@ from arealite.api.engine import LossInput, Sequence
 from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.base.errors import InvariantError, UserError
 from arealite.ext.audit.audit import audit
-from arealite.ext.session import policy
+from arealite.ext.session import engine_rank
 from arealite.system.ledger.ledger import Ledger, decode_header, read_payloads
 from tests.ext.session.conftest import Open
 
@@ -124,7 +124,7 @@ async def test_failed_start_raises_its_own_error(
         raise MemoryError("no room for the model")
 
     with monkeypatch.context() as broken:
-        broken.setattr(policy, "make_engine", fail)
+        broken.setattr(engine_rank, "make_engine", fail)
         with pytest.raises(MemoryError, match="no room for the model"):
             async with opened(ledger=True):
                 pass

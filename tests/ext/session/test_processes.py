@@ -50,7 +50,7 @@ def running_script(model: Path, folder: Path) -> Iterator[subprocess.Popen[str]]
 def test_end_of_the_script_ends_its_servers(number: int, model: Path, tmp_path: Path) -> None:
     with running_script(model, tmp_path) as process:
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) >= 2
+        assert len(children) >= 3
         process.send_signal(number)
         until_exited(*children)
         _, errors = process.communicate(timeout=60.0)

@@ -1,0 +1,183 @@
+"""Sessions with two ranks equal those with one; a failed or killed rank ends no call in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+import arealite
+from arealite.api.engine import Sequence
+from arealite.base.errors import RoleError, UserError
+from arealite.cli import main as cli
+from arealite.ext.session import ranks
+from arealite.ext.session.ranks import divided
+from tests.ext.session import own_losses
+from tests.ext.session.conftest import Open
+from tests.waiting import until_exited
+
+pytestmark = pytest.mark.processes
+
+
+def made_rows(lengths: tuple[int, ...] = (9, 5, 7, 6, 12)) -> list[Sequence]:
+    """Return rows of random tokens, all but the first of which are trained."""
+    rng = np.random.default_rng(7)
+    rows = list[Sequence]()
+    for length in lengths:
+        fields = {
+            "advantages": np.full(length, rng.normal(), np.float32),
+            "behav_logprobs": np.full(length, -4.0, np.float32),
+            "versions": np.zeros(length, np.float32),
+        }
+        row = Sequence(
+            tokens=rng.integers(3, 20, length).astype(np.int32),
+            loss_mask=np.arange(length) > 0,
+            temperature=1.0,
+            fields=fields,
+        )
+        rows.append(row)
+    return rows
+
+
+def child_ranks() -> list[psutil.Process]:
+    """Return the processes of ranks that run for this process."""
+    children = psutil.Process().children(recursive=True)
+    running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if ranks.ROLE in child.cmdline()]
+
+
+async def trained(session: arealite.Session, folder: Path) -> dict[str, Any]:
+    """Train, save, load and publish; return what the calls returned, and the weights."""
+    rows = made_rows()
+    results: dict[str, Any] = {"backward": await session.forward_backward(rows, loss="ppo")}
+    results["recorded"] = [row.fields["prox_logprobs"] for row in rows]
+    results["step"] = await session.optim_step(lr=0.3)
+    await session.save("state")
+    await session.forward_backward(made_rows((5,)), own_losses.reinforce)  # a rank without rows
+    results["one_row"] = await session.optim_step(lr=0.3)
+    await session.load("state")
+    await session.forward_backward(rows, loss="grpo")
+    await session.optim_step(lr=0.1)
+    results["evaluated"] = await session.evaluate(made_rows(), own_losses.reinforce)
+    results["published"] = (await session.publish()).servers
+    results["logprobs"] = await session.forward(rows)
+    await session.export(folder)
+    results["weights"] = load_file(folder / "model.safetensors")
+    return results
+
+
+def assert_close(measured: Any, expected: Any) -> None:
+    """Compare results but for the number of micro-batches."""
+    if isinstance(expected, dict):
+        assert measured.keys() == expected.keys()
+        for name in expected.keys() - {"microbatches", "computed_tokens"}:
+            assert_close(measured[name], expected[name])
+    elif isinstance(expected, list):
+        assert len(measured) == len(expected)
+        for one_measured, one_expected in zip(measured, expected, strict=True):
+            assert_close(one_measured, one_expected)
+    else:
+        np.testing.assert_allclose(measured, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+async def test_two_ranks_compute_what_one_does(opened: Open, tmp_path: Path, lora: int) -> None:
+    results = list[dict[str, Any]]()
+    for count in (1, 2):
+        trial = {"trial_name": f"trial-{count}"}
+        async with opened(ranks=count, lora=lora, overrides=trial) as parts:
+            results.append(await trained(parts.session, tmp_path / f"export-{count}"))
+            sample = (await parts.session.sample("2+3=", max_tokens=4))[0]
+            assert {*sample.versions} == {1}
+        assert not child_ranks()
+    assert_close(results[1], results[0])
+
+
+async def test_ledger_of_two_ranks_is_replayed_bit_for_bit(
+    opened: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        async with opened(ranks=2, ledger=True) as parts:
+            session = parts.session
+            samples = await session.sample(["2+3=", "4+4="], n=3, max_tokens=6)
+            rows = session.rows(samples, [float(index % 3) for index in range(6)])
+            session.forward_backward(rows, own_losses.reinforce)
+            await session.optim_step(lr=0.3)
+            await session.save("state")
+    assert cli.main(["replay", str(tmp_path / "runs/arealite/trial")]) == 0
+    assert "replayed 2 steps: bitwise equal" in capsys.readouterr().out
+
+
+async def test_failure_on_all_ranks_leaves_the_session_as_it_was(opened: Open) -> None:
+    rows = made_rows()
+    async with opened(ranks=2) as parts:
+        session = parts.session
+        with pytest.raises(UserError, match=r"loss .*<lambda>: .*top level of a module"):
+            session.forward_backward(rows, lambda batch: own_losses.reinforce(batch))
+        await session.forward_backward(rows, own_losses.reinforce)
+        expected = await session.optim_step(lr=0.0)
+        session.forward_backward(rows, own_losses.reinforce)
+        with pytest.raises(ZeroDivisionError, match="no loss"):
+            await session.forward_backward(rows, own_losses.fails)
+        with pytest.raises(UserError, match="no gradient"):
+            await session.optim_step(lr=0.3)
+        await session.forward_backward(rows, own_losses.reinforce)
+        assert await session.optim_step(lr=0.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        ("fails_on_rank_1", "rank 1: ZeroDivisionError: no loss"),
+        (
+            "kills_rank_1",
+            r"rank 1 of the trainer has ended \(killed by SIGKILL\); see .*session_rank-1.log",
+        ),
+        ("fails_on_rank_0", "no loss"),
+    ],
+)
+async def test_failure_of_one_rank_is_named_and_ends_the_training(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, loss: str, reason: str
+) -> None:
+    monkeypatch.setattr(ranks, "ANSWER_S", 1.0)
+    async with opened(ranks=2) as parts:
+        session = parts.session
+        (rank_1,) = child_ranks()
+        with pytest.raises((RoleError, ZeroDivisionError), match=reason):
+            await session.forward_backward(made_rows(), getattr(own_losses, loss))
+        with pytest.raises(RoleError, match=r"rank 1 of the trainer has ended.*Start the session"):
+            await session.optim_step(lr=0.1)
+        until_exited(rank_1)
+
+
+async def test_rank_that_is_killed_between_calls_fails_the_next_one(opened: Open) -> None:
+    async with opened(ranks=2) as parts:
+        (rank_1,) = child_ranks()
+        rank_1.kill()
+        with pytest.raises(RoleError, match=r"rank 1 of the trainer has ended \(killed by SIGKILL"):
+            await parts.session.forward(made_rows())
+
+
+async def test_rank_that_cannot_start_fails_the_start(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
+    with pytest.raises(RoleError, match=r"rank 1 of the trainer has ended \(exit code 1\)"):
+        async with opened(ranks=2):
+            raise AssertionError("not reached")
+
+
+async def test_adapters_by_name_need_one_rank(opened: Open) -> None:
+    with pytest.raises(UserError, match="adapters by name are trained by one rank"):
+        async with opened(ranks=2, adapters=["alice"]):
+            raise AssertionError("not reached")
+
+
+def test_rows_are_divided_in_order_by_their_tokens() -> None:
+    rows = made_rows((10, 10, 20, 40))
+    assert [[len(row.tokens) for row in part] for part in divided(rows, 2)] == [[10, 10, 20], [40]]
+    assert divided(rows[:1], 3) == [[], rows[:1], []]
