@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from arealite.api.engine import Named
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import ModelTensors, read_headers, read_json, read_model
+from arealite.base.trial_files import TMPFS
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.quantization import matrix_names, round_rows
@@ -57,11 +58,23 @@ class ServedWeights:
         for name in self._rounded:
             round_rows(self.tensors[name])
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into the model."""
+    def write(self, name: str, tensor: torch.Tensor, *, may_share: bool = False) -> None:
+        """Give a tensor of the model new numbers.
+
+        Args:
+            name: The name of the model's tensor.
+            tensor: The numbers.
+            may_share: Whether the model's tensor may have the memory of `tensor` from now on, in
+                place of a copy; it has, if dtype and device are equal.
+        """
         target = self.tensors[name]
+        is_rounded = name in self._rounded
+        is_alike = (tensor.dtype, tensor.device) == (target.dtype, target.device)
+        if may_share and is_alike and not is_rounded and tensor.is_contiguous():
+            target.data = tensor
+            return
         target.copy_(tensor)
-        if name in self._rounded:
+        if is_rounded:
             round_rows(target)
 
     def target(
@@ -91,7 +104,8 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
     """Check a folder of safetensors against the tensors of a model.
 
     Returns:
-        A function that copies everything into the model. The tensors are mapped from the files.
+        A function that loads everything into the model. The tensors are mapped from the files. A
+        version that a publisher of this host has staged in memory is not copied.
 
     Raises:
         RequestRefused: The folder or a tensor does not fit; the model is untouched.
@@ -99,11 +113,20 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
     tensors = _read_folder(path)
     for name in weights.names.unused:
         tensors.pop(name, None)
-    load = stage_tensors(weights, [*tensors.items()], {})
+    may_share = is_staged_in_memory(Path(path))
+    load = stage_tensors(weights, [*tensors.items()], {}, may_share=may_share)
     missing = weights.names.missing({*tensors})
     if missing:
         raise RequestRefused(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
+
+
+def is_staged_in_memory(folder: Path) -> bool:
+    """Return whether a publisher has written a folder to memory, whose files never change.
+
+    When it removes the files, their memory stays until the server has loaded the next version.
+    """
+    return folder.parent.parent == TMPFS and folder.parent.name.startswith("arealite-")
 
 
 def is_adapter(path: str) -> bool:
@@ -159,14 +182,16 @@ def stage_tensors(
     parts: PartialGroups,
     *,
     is_last: bool = False,
+    may_share: bool = False,
 ) -> LoopCommand:
-    """Check tensors, which may be a part of the model; return a function that copies them.
+    """Check tensors, which may be a part of the model; return a function that loads them.
 
     Args:
         weights: The tensors to be replaced.
         named: The new tensors, under the folder's names.
         parts: The tensors of this update whose groups are incomplete; the function changes it.
         is_last: Whether no tensors follow.
+        may_share: See `ServedWeights.write`.
 
     Raises:
         RequestRefused: A tensor does not fit, or a group is incomplete; the model is untouched.
@@ -185,7 +210,7 @@ def stage_tensors(
     def load() -> None:
         with torch.no_grad():
             for name, tensor in weights.names.to_model(named, parts):
-                weights.write(name, tensor)
+                weights.write(name, tensor, may_share=may_share)
 
     return load
 

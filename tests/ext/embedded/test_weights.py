@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arealite.base.errors import UserError
+from arealite.ext.embedded import weight_loading
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.weight_loading import (
     ServedWeights,
@@ -55,6 +56,54 @@ def test_load_replaces_every_tensor(
     other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
     assert same(model.state_dict(), other.state_dict())
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: list[Path]) -> Path:
+    """Return a folder that a publisher has staged in memory."""
+    monkeypatch.setattr(weight_loading, "TMPFS", tmp_path)
+    folder = tmp_path / "arealite-0-1-x/v1"
+    shutil.copytree(folders[1], folder)
+    return folder
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_version_staged_in_memory_is_shared_until_the_next_one(
+    model: Any, weights: ServedWeights, folders: list[Path], staged: Path
+) -> None:
+    stage(weights, staged)()
+    other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
+    file = str(staged / "model.safetensors")
+    assert file in mapped_files()
+    shutil.rmtree(staged)
+    assert same(model.state_dict(), other.state_dict())
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    stage(weights, folders[2])()  # copied, because a user's folder may change
+    assert str(folders[2]) not in mapped_files()
+    newest = load_model(str(folders[2]), dtype="float32", device="cpu")[0]
+    assert same(model.state_dict(), newest.state_dict())
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_staged_version_that_is_converted_is_copied(
+    is_quantized: bool, folders: list[Path], staged: Path
+) -> None:
+    dtype = "float32" if is_quantized else "bfloat16"
+    model = load_model(str(folders[0]), dtype=dtype, device="cpu")[0]
+    weights = ServedWeights(model, folders[0], quantizes=is_quantized)
+    before = (staged / "model.safetensors").read_bytes()
+    stage(weights, staged)()
+    copied = ServedWeights(
+        load_model(str(folders[0]), dtype=dtype, device="cpu")[0],
+        folders[0],
+        quantizes=is_quantized,
+    )
+    stage(copied, folders[1])()
+    assert same(model.state_dict(), copied.model.state_dict())
+    assert (staged / "model.safetensors").read_bytes() == before
 
 
 def drop(tensors: Tensors) -> None:
