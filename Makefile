@@ -49,7 +49,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-tinker test-clusters test-learning test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-loss-overhead bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-tinker test-clusters test-learning test-long test-models test-sglang test-sglang-short test-vllm test-vllm-short test-vllm-kills test-peers test-parts test-nightly sglang vllm simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-loss-overhead bench-losses bench-prefix bench-train bench-trl bench-async bench-canary bench-adapters bench-sglang bench-vllm bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|vllm|shared)"
@@ -58,6 +58,7 @@ help:
 	@echo "                  or SmolLM2 in one of arealite/ext/demo/lessons: alphabet_sort, answer_form, gsm_symbolic, sums, tool_call"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for demo, check, and the tests of .ci/run"
+	@echo "make test-long    run the long tests, which the other targets leave out (tests/long.txt)"
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"
 	@echo "make test-docs    run every tutorial and every example as written"
 	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
@@ -74,7 +75,7 @@ help:
 	@echo "make test-models  compare every family of models with plain transformers; writes out/models.json (WRITE=1: docs/models.md)"
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
 	@echo "make test-parts   run a part of attacks, agents, models, clusters, learning and peers"
-	@echo "make test-nightly  run these six completely, one after the other (hours)"
+	@echo "make test-nightly  run these six completely and test-long, one after the other (hours)"
 	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV); make vllm: vLLM into $(VLLM_VENV)"
 	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
 	@echo "make soak         repeat the demo while every role is killed at random (KILLS=1000)"
@@ -131,12 +132,16 @@ test-extras: $(VENV)/.envs
 	@$(call installing,Gemma's tokenizer into out/cache,$(VENV)) $(PY) tools/gemma.py || echo "tests that need Gemma's tokenizer are skipped"
 	SKIPS=out/skips-extras.txt $(PY) tools/skips.py rerun out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tests of tests/long.txt, of all suites.
+test-long: $(VENV)/.envs $(VENV)/.gguf $(TINKER_VENV)/.dev
+	TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(PYTEST) -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+
 # Tutorials and examples as written.
 test-docs: $(VENV)/.envs
-	$(PYTEST) -m "docs or examples" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder tests/docs tests/examples
+	$(PYTEST) -m "(docs or examples) and not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder tests/docs tests/examples
 
 test-faults: $(VENV)/.dev
-	$(PYTEST) -m faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/e2e
+	$(PYTEST) -m "faults and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/e2e
 
 # schemathesis is also a pytest plugin, so it has its own virtual environment.
 $(ATTACKS_VENV)/.dev: Makefile
@@ -191,7 +196,7 @@ $(TINKER_VENV)/.dev: Makefile
 
 test-tinker: $(VENV)/.gguf $(VENV)/.dev $(TINKER_VENV)/.dev
 	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
-	TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(PYTEST) -m tinker -n 2 --dist loadfile tests/tinker
+	TINKER_PYTHON=$(abspath $(TINKER_VENV))/bin/python $(PYTEST) -m "tinker and not long" -n 2 --dist loadfile tests/tinker
 
 $(VENV)/.ray: $(VENV)/.dev
 	@$(call install,Ray,$(VENV)) -e ".[dev,demo,ray]"

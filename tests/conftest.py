@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import structlog
@@ -81,15 +82,26 @@ LONGEST_FILES = [
 """The longest files of `make test`, the longest first: more than 20 CPU seconds each."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks that this sets
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Increase the timeout of a test for the start of two servers on a loaded machine.
+    """Mark the tests of long.txt, and increase the timeout of tests of real SGLang servers.
 
     The longest pages, examples and files come first: else one of them runs alone at the end.
     """
     items.sort(key=rank_by_length)
+    patterns = [line.partition("*") for line in long_tests()]
     for item in items:
+        name = item.nodeid
+        if any(name.startswith(begin) and name.endswith(end) for begin, _, end in patterns):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1000))
+
+
+def long_tests() -> list[str]:
+    """Return the lines of long.txt without comments."""
+    lines = Path(__file__).with_name("long.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def pytest_collection_finish() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "nightly.json"
 CLOSING = re.compile(r"\d+ (passed|failed|errors?|skipped)\b.* in [\d.]+s")
-SUITES = ("attacks", "agents", "models", "clusters", "learning", "peers")
+SUITES = ("long", "attacks", "agents", "models", "clusters", "learning", "peers")
 
 
 def run(suite: str) -> dict[str, object]:
