@@ -55,6 +55,8 @@ class ServedWeights:
         self.is_base = True
         """Whether the tensors are those of the folder; else an update has replaced them."""
         self._rounded = matrix_names(model) if quantizes else frozenset[str]()
+        self._shared = set[str]()
+        """The tensors that have the memory of a staged version."""
         for name in self._rounded:
             round_rows(self.tensors[name])
 
@@ -64,15 +66,20 @@ class ServedWeights:
         Args:
             name: The name of the model's tensor.
             tensor: The numbers.
-            may_share: Whether the model's tensor may have the memory of `tensor` from now on, in
-                place of a copy; it has, if dtype and device are equal.
+            may_share: Whether the model may use the memory of `tensor`. It does if dtype and device
+                are equal, and the tensor is contiguous and is not rounded. Otherwise the numbers
+                are copied.
         """
         target = self.tensors[name]
         is_rounded = name in self._rounded
-        is_alike = (tensor.dtype, tensor.device) == (target.dtype, target.device)
-        if may_share and is_alike and not is_rounded and tensor.is_contiguous():
+        has_same_kind = (tensor.dtype, tensor.device) == (target.dtype, target.device)
+        if may_share and has_same_kind and not is_rounded and tensor.is_contiguous():
             target.data = tensor
+            self._shared.add(name)
             return
+        if name in self._shared:  # a copy into mapped memory would keep the files' memory, too
+            target.data = torch.empty_like(target)
+            self._shared.discard(name)
         target.copy_(tensor)
         if is_rounded:
             round_rows(target)
@@ -124,7 +131,7 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
 def is_staged_in_memory(folder: Path) -> bool:
     """Return whether a publisher has written a folder to memory, whose files never change.
 
-    When it removes the files, their memory stays until the server has loaded the next version.
+    When it removes the files, their memory stays until the server has loaded other weights.
     """
     return folder.parent.parent == TMPFS and folder.parent.name.startswith("arealite-")
 

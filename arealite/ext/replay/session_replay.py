@@ -14,7 +14,7 @@ from arealite.base.errors import UserError
 from arealite.base.trial_files import RunPaths
 from arealite.ext.replay.command import load
 from arealite.ext.replay.replay_trainer import Differs
-from arealite.ext.session.call_loss import Loss, named_loss, own_loss
+from arealite.ext.session.call_loss import Loss, rebuild_loss
 from arealite.ext.session.policy import Policy
 from arealite.ext.session.recorded_updates import (
     RecordedBackward,
@@ -139,12 +139,18 @@ class SessionReplayer:
         if earlier is not None:
             earlier.save(self._scratch, "")
         self.close()
-        self._config = load(file)
+        self._config = self._without_run_folder(load(file))
         policy = Policy()
         self._policy = policy
         policy.load_model(self._config)
         if earlier is not None:
             policy.load(self._scratch, "")
+
+    def _without_run_folder(self, config: ExperimentConfig) -> ExperimentConfig:
+        """Return a config with which other ranks write to the scratch folder only."""
+        folder = str(self._scratch.parent)
+        cluster = replace(config.cluster, run_root=folder, name_root=folder)
+        return replace(config, cluster=cluster)
 
     def close(self) -> None:
         """Release the model."""
@@ -183,8 +189,5 @@ class SessionReplayer:
 
     def _loss(self, backward: RecordedBackward) -> Loss:
         options, kl = loss_options(backward, self._config.trainer.ppo)
-        if backward.function:
-            loss = own_loss(_function(backward.function), options)
-        else:
-            loss = named_loss(options, kl)
-        return replace(loss, record_outputs=backward.record_outputs)
+        function = _function(backward.function) if backward.function else None
+        return rebuild_loss(function, options, kl, backward.record_outputs)

@@ -40,7 +40,7 @@ class Loss:
 
     def __reduce__(self) -> tuple[Callable[..., "Loss"], tuple[object, ...]]:
         """Return how another rank makes this loss: `function` itself cannot be sent."""
-        return _made_again, (self.own_function, self.config, self.kl, self.record_outputs)
+        return rebuild_loss, (self.own_function, self.config, self.kl, self.record_outputs)
 
     @property
     def function_name(self) -> str:
@@ -133,13 +133,20 @@ def own_loss(function: OwnLoss, config: LossConfig) -> Loss:
     return Loss(function=_with_stats(function), config=config, own_function=function)
 
 
-def _made_again(
+def rebuild_loss(
     function: OwnLoss | None,
     config: LossConfig,
     kl: KLConfig,
     record_outputs: Mapping[str, str] | None,
 ) -> Loss:
-    """Return the loss whose parts another rank has sent."""
+    """Return the loss that was made from these parts.
+
+    Args:
+        function: The function of the user; None: a loss by name.
+        config: The options.
+        kl: The KL penalty.
+        record_outputs: See Loss.
+    """
     loss = named_loss(config, kl) if function is None else own_loss(function, config)
     return replace(loss, record_outputs=record_outputs)
 
@@ -174,13 +181,14 @@ def _with_stats(own_loss: OwnLoss) -> LossFn:
     return loss_fn
 
 
-def weighted_rows(rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[Sequence]:
+def weighted_rows(call: str, rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[Sequence]:
     """Return copies of rows that have all fields of a loss, with the default weights of tokens.
 
     The weights of an adapter's rows do not depend on the rows of other adapters.
 
     Args:
-        rows: The rows of the call.
+        call: The name of the call, for errors.
+        rows: Its rows.
         loss: Its loss.
         max_tokens: Divisor of the reduction `seq_mean_token_sum`.
 
@@ -192,7 +200,7 @@ def weighted_rows(rows: Seq[Sequence], loss: Loss, *, max_tokens: int) -> list[S
         lacking = [index for index, row in enumerate(rows) if name not in row.fields]
         if lacking:
             raise UserError(
-                f"forward_backward: row {lacking[0]} has no field {name!r}, which "
+                f"{call}: row {lacking[0]} has no field {name!r}, which "
                 f"{'the loss reads' if name in loss.fields else 'other rows have'}. "
                 "Make rows with session.rows or sample.row, or set row.fields."
             )

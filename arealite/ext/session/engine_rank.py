@@ -23,15 +23,15 @@ from arealite.impl.trainer.base import (
 )
 from arealite.impl.trainer.rank_group import Address, World, open_store
 
-MEETING = timedelta(minutes=5)
-"""Limit of the wait in which the ranks, whose processes all run, find each other."""
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
+"""Limit of the rendezvous of the ranks, whose processes all run."""
 Outputs = dict[str, list[np.ndarray]]
 """Outputs of an engine or fields of rows by name: values by row, float32 [T] or [T, K] each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradient:
-    """What a rank has computed with its rows."""
+class BackwardResult:
+    """The result of `forward_backward` on a rank."""
 
     stats: Stats
     """Of all ranks."""
@@ -50,7 +50,7 @@ class EngineRank:
         Args:
             config: The session's options.
             world: This rank.
-            address: Where the ranks meet; None: there is one rank.
+            address: Of the rendezvous; None: there is one rank.
         """
         self._config = config
         self.world = world
@@ -62,11 +62,15 @@ class EngineRank:
         self._proof: PolicyProof | None = None
 
     def load_model(self) -> None:
-        """Join the other ranks, and load the model and its optimizer."""
+        """Initialise the process group, and load the model and its optimizer."""
         config = self._config
         ppo = config.trainer.ppo
-        store = open_store(self._address, self.world.size, MEETING) if self._address else None
-        self.world.join(
+        store = (
+            open_store(self._address, self.world.size, RENDEZVOUS_TIMEOUT)
+            if self._address
+            else None
+        )
+        self.world.init_process_group(
             store,
             device=self.world.rank,
             threads=config.launcher.trainer_threads,
@@ -114,7 +118,7 @@ class EngineRank:
         rows: list[Sequence],
         loss: Loss,
         record_outputs: Mapping[str, str],
-    ) -> Gradient:
+    ) -> BackwardResult:
         """Add the gradient of a loss over the rows of all ranks."""
         stats = self.engine.forward_backward(
             rows,
@@ -122,7 +126,7 @@ class EngineRank:
             record_outputs=record_outputs or None,
         )
         recorded = {field: [row.fields[field] for row in rows] for field in record_outputs.values()}
-        return Gradient(stats=stats, recorded=recorded)
+        return BackwardResult(stats=stats, recorded=recorded)
 
     def drop_gradient(self, adapters: Collection[str]) -> None:
         """Drop the gradient of adapters since their last update."""

@@ -30,9 +30,8 @@ def session(
 ) -> Session:
     """Return a session, which `async with` (or `await`) starts: servers, and the model to train.
 
-    The model is trained in this process, or in several ranks, of which the first one is this
-    process; it is sampled by servers. When this process ends, for any reason, the servers and ranks
-    that the session has started end, too.
+    This process trains the model, alone or as the first of several ranks. Servers sample it. When
+    this process ends, for any reason, the servers and ranks that the session has started end, too.
 
     Args:
         model: A Hugging Face folder, or the id of a model of the Hugging Face Hub.

@@ -1,5 +1,6 @@
 """The trained model of a session, on all its ranks, and the publisher of its weights."""
 
+import tempfile
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
@@ -93,7 +94,7 @@ class Policy:
         method: Callable[[EngineRank, list[Sequence]], Outputs] = EngineRank.forward,
     ) -> Outputs:
         """Return the outputs of all rows by a method of the ranks."""
-        return joined(self.ranks.call_with_rows(method, rows))
+        return concat_ranks(self.ranks.call_with_rows(method, rows))
 
     def forward_backward(self, rows: list[Sequence], loss: Loss) -> Stats:
         """Add the gradient of a loss; the outputs that it records become fields of the rows.
@@ -101,7 +102,7 @@ class Policy:
         Raises:
             UserError: Some rows lack a field that the loss or other rows have.
         """
-        weighted = self._weighted(rows, loss)
+        weighted = self._weighted("forward_backward", rows, loss)
         if loss.needs_reference:
             references = self._forward(weighted, EngineRank.forward_reference)["logprobs"]
             for row, logprobs_T in zip(weighted, references, strict=True):
@@ -110,7 +111,7 @@ class Policy:
         if any(field in row.fields for row in weighted for field in recorded.values()):
             recorded = {}
         gradients = self.ranks.call_with_rows(EngineRank.forward_backward, weighted, loss, recorded)
-        outputs = joined([gradient.recorded for gradient in gradients])
+        outputs = concat_ranks([gradient.recorded for gradient in gradients])
         for field in recorded.values():
             for row, values_T in zip(rows, outputs[field], strict=True):
                 row.fields[field] = values_T
@@ -122,7 +123,7 @@ class Policy:
         Raises:
             UserError: See `forward_backward`.
         """
-        weighted = self._weighted(rows, loss)
+        weighted = self._weighted("evaluate", rows, loss)
         outputs_by_row = self._forward(weighted)
         for name, field in (loss.record_outputs or {}).items():
             for row, copy, values_T in zip(rows, weighted, outputs_by_row[name], strict=True):
@@ -131,17 +132,19 @@ class Policy:
         masks = [row.loss_mask for row in weighted]
         names = weighted[0].fields.keys()
         batch = LossInput(
-            outputs={name: _joined(values, masks) for name, values in outputs_by_row.items()},
+            outputs={name: _loss_tokens(values, masks) for name, values in outputs_by_row.items()},
             rows_N=torch.from_numpy(np.repeat(np.arange(len(rows)), [*map(np.sum, masks)])),
-            fields={name: _joined([row.fields[name] for row in weighted], masks) for name in names},
+            fields={
+                name: _loss_tokens([row.fields[name] for row in weighted], masks) for name in names
+            },
         )
         _, stats = loss.function(batch)
         return {name: float(value) for name, value in stats.items()}
 
-    def _weighted(self, rows: list[Sequence], loss: Loss) -> list[Sequence]:
+    def _weighted(self, call: str, rows: list[Sequence], loss: Loss) -> list[Sequence]:
         """Return copies of rows with all fields of a loss; see `weighted_rows`."""
         max_tokens = self._config.trainer.ppo.collector.sampling.max_new_tokens
-        return weighted_rows(rows, loss, max_tokens=max_tokens)
+        return weighted_rows(call, rows, loss, max_tokens=max_tokens)
 
     def drop_gradient(self, adapters: Collection[str]) -> None:
         """Drop the gradient of adapters since their last update."""
@@ -202,7 +205,7 @@ class Policy:
 
     def _write(self, path: Path, adapter: str, extra: dict[str, Any]) -> None:
         """Write a checkpoint, with `extra` beside the weights."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_writable(path.parent)
         self.ranks.call(EngineRank.write, path, adapter, extra)
 
     def load(self, path: Path, adapter: str) -> None:
@@ -211,6 +214,7 @@ class Policy:
 
     def export(self, path: Path, adapter: str) -> None:
         """Write a Hugging Face folder, or that of an adapter."""
+        _check_writable(path.parent)
         self.ranks.call(EngineRank.export, path, adapter)
 
     def fingerprint(self) -> str:
@@ -218,7 +222,14 @@ class Policy:
         return self.ranks.call(EngineRank.fingerprint)
 
 
-def joined(parts: Seq[Outputs]) -> Outputs:
+def _check_writable(folder: Path) -> None:
+    """Raise OSError if no file can be written: rank 0 would fail while the others wait for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder):
+        pass
+
+
+def concat_ranks(parts: Seq[Outputs]) -> Outputs:
     """Return the outputs of the ranks' rows, one rank after the other.
 
     A rank without rows may lack names.
@@ -229,7 +240,7 @@ def joined(parts: Seq[Outputs]) -> Outputs:
     }
 
 
-def _joined(values: Seq[np.ndarray], masks: Seq[np.ndarray]) -> torch.Tensor:
+def _loss_tokens(values: Seq[np.ndarray], masks: Seq[np.ndarray]) -> torch.Tensor:
     """Return the values of all rows' loss tokens, one row after the other."""
     parts = [row_values[mask] for row_values, mask in zip(values, masks, strict=True)]
     return torch.from_numpy(np.concatenate(parts))

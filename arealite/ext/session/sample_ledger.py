@@ -100,6 +100,7 @@ class SampleLedger:
             UserError: The ledger is one of a run, or cannot be written.
         """
         paths = run_paths(config)
+        self._ranks = config.launcher.trainer_ranks
         self._lock = RLock()
         """Is held during each change: the queue of the ledger has one user."""
         self._ledger = Ledger(paths.ledger, fingerprint=IDENTITY)
@@ -322,6 +323,7 @@ class SampleLedger:
                 trained=[*rows],
                 metrics=metrics,
                 fingerprint=parameters,
+                ranks=self._ranks,
             )
             self._ledger.train(report)
             updates = recorded_updates.encode_updates(self._updates)

@@ -98,11 +98,18 @@ def check_input(config: ExperimentConfig) -> dict[str, Any]:
     Raises:
         UserError: A check failed.
     """
+    import torch
     import torch.distributed as dist
 
     ppo = config.trainer.ppo
     if ppo.engine.fsdp.lora.only_named and config.launcher.trainer_ranks > 1:
         raise UserError("adapters by name are trained by one rank. Use ranks=1, or lora=32.")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and config.launcher.trainer_ranks > num_gpus:
+        raise UserError(
+            f"ranks={config.launcher.trainer_ranks}: each rank has a GPU of its own, and there are "
+            f"{num_gpus}. Use at most ranks={num_gpus}."
+        )
     if ppo.publisher.type != "disk":
         raise UserError(
             f"trainer.ppo.publisher.type={ppo.publisher.type}: a session publishes through files. "

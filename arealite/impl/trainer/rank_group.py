@@ -58,14 +58,18 @@ class World:
             endpoint = socket.create_server(address) if rank == 0 else address
             store = open_store(endpoint, size, TIMEOUT)
         world = cls(rank=rank, size=size)
-        world.join(store, device=int(variables.get("LOCAL_RANK", 0)), threads=threads, seed=seed)
+        world.init_process_group(
+            store, device=int(variables.get("LOCAL_RANK", 0)), threads=threads, seed=seed
+        )
         return world
 
-    def join(self, store: Store | None, *, device: int, threads: int, seed: int) -> None:
+    def init_process_group(
+        self, store: Store | None, *, device: int, threads: int, seed: int
+    ) -> None:
         """Initialise torch.distributed on this rank.
 
         Args:
-            store: where the ranks meet; None: there is one rank.
+            store: that of the rendezvous; None: there is one rank.
             device: index of this rank's CUDA device.
             threads: as in `init`.
             seed: as in `init`.

@@ -83,6 +83,7 @@ def test_version_staged_in_memory_is_shared_until_the_next_one(
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     stage(weights, folders[2])()  # copied, because a user's folder may change
     assert str(folders[2]) not in mapped_files()
+    assert file not in mapped_files()
     newest = load_model(str(folders[2]), dtype="float32", device="cpu")[0]
     assert same(model.state_dict(), newest.state_dict())
 

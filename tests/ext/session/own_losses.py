@@ -1,4 +1,4 @@
-"""Losses of a user, which the ranks of test_ranks.py import."""
+"""Losses and a call, which the ranks of test_ranks.py import."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from arealite.api.engine import LossInput
 from arealite.ext.session import child_rank
+from arealite.ext.session.engine_rank import EngineRank
 
 
 def reinforce(batch: LossInput) -> torch.Tensor:
@@ -36,6 +37,12 @@ def fails_on_rank_0(batch: LossInput) -> torch.Tensor:
     if dist.get_rank() == 0:
         raise ZeroDivisionError("no loss")
     return reinforce(batch)
+
+
+def fails_on_one_rank(engine_rank: EngineRank, rank: int) -> None:
+    """Fail on a rank, in a call without collectives."""
+    if engine_rank.world.rank == rank:
+        raise ZeroDivisionError("after the last collective")
 
 
 def kills_rank_1(batch: LossInput) -> torch.Tensor:

@@ -188,8 +188,10 @@ async def test_seed_makes_answers_reproducible(opened: Open) -> None:
 
 def test_default_weights_of_tokens_do_not_depend_on_other_adapters() -> None:
     loss = make_loss(ExperimentConfig(), imitate, {})
-    alone = weighted_rows(answers("alice", 9), loss, max_tokens=8)
-    mixed = weighted_rows(answers("bob", 9, count=2) + answers("alice", 9), loss, max_tokens=8)
+    alone = weighted_rows("evaluate", answers("alice", 9), loss, max_tokens=8)
+    mixed = weighted_rows(
+        "evaluate", answers("bob", 9, count=2) + answers("alice", 9), loss, max_tokens=8
+    )
     for left, right in zip(alone, mixed[2:], strict=True):
         np.testing.assert_array_equal(left.fields["loss_weight"], right.fields["loss_weight"])
 

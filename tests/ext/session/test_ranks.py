@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from arealite.api.engine import Sequence
 from arealite.base.errors import RoleError, UserError
 from arealite.cli import main as cli
 from arealite.ext.session import ranks
-from arealite.ext.session.ranks import divided
+from arealite.ext.session.ranks import split_by_tokens
+from arealite.system.ledger.ledger import open_read_only
 from tests.ext.session import own_losses
 from tests.ext.session.conftest import Open
 from tests.waiting import until_exited
@@ -46,8 +48,12 @@ def made_rows(lengths: tuple[int, ...] = (9, 5, 7, 6, 12)) -> list[Sequence]:
 def child_ranks() -> list[psutil.Process]:
     """Return the processes of ranks that run for this process."""
     children = psutil.Process().children(recursive=True)
-    running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if ranks.ROLE in child.cmdline()]
+    found = list[psutil.Process]()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # also one that has exited
+            if ranks.ROLE in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def trained(session: arealite.Session, folder: Path) -> dict[str, Any]:
@@ -112,10 +118,16 @@ async def test_ledger_of_two_ranks_is_replayed_bit_for_bit(
     assert "replayed 2 steps: bitwise equal" in capsys.readouterr().out
 
 
-async def test_failure_on_all_ranks_leaves_the_session_as_it_was(opened: Open) -> None:
+async def test_failure_on_all_ranks_drops_the_gradient_and_the_session_continues(
+    opened: Open,
+) -> None:
     rows = made_rows()
     async with opened(ranks=2) as parts:
         session = parts.session
+        rows[4].temperature = 0.0  # only the rank of the row would refuse it
+        with pytest.raises(UserError, match="row 4 has the temperature 0"):
+            await session.forward_backward(rows, own_losses.reinforce)
+        rows[4].temperature = 1.0
         with pytest.raises(UserError, match=r"loss .*<lambda>: .*top level of a module"):
             session.forward_backward(rows, lambda batch: own_losses.reinforce(batch))
         await session.forward_backward(rows, own_losses.reinforce)
@@ -129,13 +141,41 @@ async def test_failure_on_all_ranks_leaves_the_session_as_it_was(opened: Open) -
         assert await session.optim_step(lr=0.0) == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_rank_that_fails_alone_without_a_collective_ends_the_training(
+    opened: Open, rank: int
+) -> None:
+    """Only one of the ranks may have changed its parameters."""
+    async with opened(ranks=2) as parts:
+        (rank_1,) = child_ranks()
+        all_ranks = parts.session._policy.ranks
+        with pytest.raises((RoleError, ZeroDivisionError), match="after the last collective"):
+            all_ranks.call(own_losses.fails_on_one_rank, rank)
+        until_exited(rank_1)
+        with pytest.raises(RoleError, match=r"has ended \(another rank has failed\).*Start"):
+            await parts.session.forward(made_rows())
+
+
+async def test_step_that_was_not_published_is_in_the_ledger_after_close(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_FORK", "1")  # the kernel kills a child with the thread that started it
+    async with opened(ranks=2, ledger=True) as parts:
+        session = parts.session
+        samples = await session.sample("2+3=", n=2, max_tokens=6)
+        session.forward_backward(session.rows(samples, [0.0, 1.0]), loss="reinforce")
+        await session.optim_step(lr=0.3)
+    with open_read_only(tmp_path / "runs/arealite/trial/ledger.sqlite") as db:
+        assert db.execute("SELECT ranks FROM steps").fetchall() == [(2,)]
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
         ("fails_on_rank_1", "rank 1: ZeroDivisionError: no loss"),
         (
             "kills_rank_1",
-            r"rank 1 of the trainer has ended \(killed by SIGKILL\); see .*session_rank-1.log",
+            r"session_rank-1 has ended \(killed by SIGKILL\); see .*session_rank-1.log",
         ),
         ("fails_on_rank_0", "no loss"),
     ],
@@ -149,7 +189,7 @@ async def test_failure_of_one_rank_is_named_and_ends_the_training(
         (rank_1,) = child_ranks()
         with pytest.raises((RoleError, ZeroDivisionError), match=reason):
             await session.forward_backward(made_rows(), getattr(own_losses, loss))
-        with pytest.raises(RoleError, match=r"rank 1 of the trainer has ended.*Start the session"):
+        with pytest.raises(RoleError, match=r"session_rank-1 has ended.*Start the session"):
             await session.optim_step(lr=0.1)
         until_exited(rank_1)
 
@@ -158,7 +198,7 @@ async def test_rank_that_is_killed_between_calls_fails_the_next_one(opened: Open
     async with opened(ranks=2) as parts:
         (rank_1,) = child_ranks()
         rank_1.kill()
-        with pytest.raises(RoleError, match=r"rank 1 of the trainer has ended \(killed by SIGKILL"):
+        with pytest.raises(RoleError, match=r"session_rank-1 has ended \(killed by SIGKILL"):
             await parts.session.forward(made_rows())
 
 
@@ -166,7 +206,7 @@ async def test_rank_that_cannot_start_fails_the_start(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
-    with pytest.raises(RoleError, match=r"rank 1 of the trainer has ended \(exit code 1\)"):
+    with pytest.raises(RoleError, match=r"session_rank-1 has ended \(exit code 1\)"):
         async with opened(ranks=2):
             raise AssertionError("not reached")
 
@@ -179,5 +219,8 @@ async def test_adapters_by_name_need_one_rank(opened: Open) -> None:
 
 def test_rows_are_divided_in_order_by_their_tokens() -> None:
     rows = made_rows((10, 10, 20, 40))
-    assert [[len(row.tokens) for row in part] for part in divided(rows, 2)] == [[10, 10, 20], [40]]
-    assert divided(rows[:1], 3) == [[], rows[:1], []]
+    assert [[len(row.tokens) for row in part] for part in split_by_tokens(rows, 2)] == [
+        [10, 10, 20],
+        [40],
+    ]
+    assert split_by_tokens(rows[:1], 3) == [[], rows[:1], []]
