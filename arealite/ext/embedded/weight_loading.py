@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.engine import Named
 from arealite.base.errors import UserError, one_line
+from arealite.base.host import return_free_memory
 from arealite.base.model_folder import ModelTensors, read_headers, read_json, read_model
 from arealite.base.trial_files import TMPFS
 from arealite.ext.embedded.decode_loop import LoopCommand
@@ -59,6 +60,11 @@ class ServedWeights:
         """The tensors that have the memory of a staged version."""
         for name in self._rounded:
             round_rows(self.tensors[name])
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some tensors have the memory of a staged version."""
+        return bool(self._shared)
 
     def write(self, name: str, tensor: torch.Tensor, *, may_share: bool = False) -> None:
         """Give a tensor of the model new numbers.
@@ -121,10 +127,17 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
     for name in weights.names.unused:
         tensors.pop(name, None)
     may_share = is_staged_in_memory(Path(path))
-    load = stage_tensors(weights, [*tensors.items()], {}, may_share=may_share)
+    write = stage_tensors(weights, [*tensors.items()], {}, may_share=may_share)
     missing = weights.names.missing({*tensors})
     if missing:
         raise RequestRefused(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
+
+    def load() -> None:
+        had_own_memory = not weights.is_shared
+        write()
+        if had_own_memory and weights.is_shared:
+            return_free_memory()
+
     return load
 
 

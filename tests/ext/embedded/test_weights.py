@@ -72,9 +72,17 @@ def mapped_files() -> str:
 
 
 def test_version_staged_in_memory_is_shared_until_the_next_one(
-    model: Any, weights: ServedWeights, folders: list[Path], staged: Path
+    model: Any,
+    weights: ServedWeights,
+    folders: list[Path],
+    staged: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    calls = list[None]()
+    monkeypatch.setattr(weight_loading, "return_free_memory", lambda: calls.append(None))
     stage(weights, staged)()
+    stage(weights, staged)()
+    assert len(calls) == 1  # only the first load frees memory of the model's own
     other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
     file = str(staged / "model.safetensors")
     assert file in mapped_files()
