@@ -18,11 +18,14 @@ from arealite.cli import main as cli
 from arealite.ext.session import ranks
 from arealite.ext.session.ranks import split_by_tokens
 from arealite.system.ledger.ledger import open_read_only
+from tests.e2e import gated
 from tests.ext.session import own_losses
 from tests.ext.session.conftest import Open
 from tests.waiting import until_exited
 
 pytestmark = pytest.mark.processes
+OF_A_NOTEBOOK = gated.GatedConfig
+"""The options of an environment that this process has registered, and the ranks do not know."""
 
 
 def made_rows(lengths: tuple[int, ...] = (9, 5, 7, 6, 12)) -> list[Sequence]:
