@@ -49,6 +49,7 @@ ROWS = {
     "ext/embedded/weight_loading.py": "publish/disk/embedded",
     "impl/trainer/rank_group.py": "train/padded/float32",
     "base/exit_record.py": "none: a text of torch in an exception",
+    "ext/session/start_checks.py": "none: refuses a session with more ranks than GPUs",
 }
 """The row that reaches the conditions of a file."""
 COMMAND = [*("-m", "arealite.cli.main", "check", "--machine", "--quick", "--only")]

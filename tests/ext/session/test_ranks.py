@@ -208,6 +208,7 @@ async def test_rank_that_is_killed_between_calls_fails_the_next_one(opened: Open
 async def test_rank_that_cannot_start_fails_the_start(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NO_FORK", "1")
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
     with pytest.raises(RoleError, match=r"session_rank-1 has ended \(exit code 1\)"):
         async with opened(ranks=2):
