@@ -187,7 +187,6 @@ def test_registry_entry_of_a_healthy_server_follows_its_state(wrapper: Wrapper, 
         thread.join()
 
 
-@pytest.mark.sglang_short
 def test_server_answers_only_with_the_token_and_never_shows_it(
     wrapper: Wrapper, model: Path
 ) -> None:
