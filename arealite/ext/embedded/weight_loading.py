@@ -15,11 +15,11 @@ from arealite.api.engine import Named
 from arealite.base.errors import UserError, one_line
 from arealite.base.host import return_free_memory
 from arealite.base.model_folder import ModelTensors, read_headers, read_json, read_model
-from arealite.base.trial_files import TMPFS
 from arealite.ext.embedded.decode_loop import LoopCommand
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.quantization import matrix_names, round_rows
 from arealite.ext.embedded.served_adapters import DEFAULT, ServedAdapters, read_low_rank
+from arealite.ext.embedded.staged_versions import is_staged_in_memory
 from arealite.ext.models.fast_linear import use_fast_linear
 from arealite.ext.models.text_model import check_layers
 from arealite.ext.weights.buckets import Layout
@@ -139,14 +139,6 @@ def stage_weights(weights: ServedWeights, path: str) -> LoopCommand:
             return_free_memory()
 
     return load
-
-
-def is_staged_in_memory(folder: Path) -> bool:
-    """Return whether a publisher has written a folder to memory, whose files never change.
-
-    When it removes the files, their memory stays until the server has loaded other weights.
-    """
-    return folder.parent.parent == TMPFS and folder.parent.name.startswith("arealite-")
 
 
 def is_adapter(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from arealite.ext.embedded import staged_versions
 from arealite.ext.embedded.cache_decoder import CacheDecoder
 from arealite.ext.embedded.decoder import BaseDecoder, Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
@@ -240,6 +242,24 @@ def test_prefix_of_another_adapter_is_not_reused(model: Path, adapters: list[Pat
             expected = of_peft(model, folder, done.prompt + done.output)
             sampled = expected[-len(done.output) :]
             assert np.abs(np.array(done.logprobs) - sampled).max() < 2e-5
+
+
+def test_adapter_that_is_staged_in_memory_is_not_copied_and_survives_its_files(
+    model: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_versions, "TMPFS", tmp_path)
+    served, _ = load_model(str(model), dtype="float32", device="cpu")
+    decoder = Decoder(served, max_rows=4, seed=0)
+    for name, folder in (("arealite-0-1-x", adapters[0]), ("others", adapters[1])):
+        staged = shutil.copytree(folder, tmp_path / name / "v1")
+        decoder.adapters.load(name, read_low_rank(served, staged))
+        maps = Path("/proc/self/maps").read_text()
+        assert (str(staged) in maps) == (folder == adapters[0])
+        shutil.rmtree(staged)
+        done = request([*range(1, 20)], name)
+        run(decoder, [done])
+        expected = of_peft(model, folder, done.prompt + done.output)
+        assert np.abs(np.array(done.logprobs) - expected[-len(done.output) :]).max() < 2e-5
 
 
 async def test_adapter_is_replaced_while_requests_of_others_go_on(

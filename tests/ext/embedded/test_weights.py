@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arealite.base.errors import UserError
-from arealite.ext.embedded import weight_loading
+from arealite.ext.embedded import staged_versions, weight_loading
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.weight_loading import (
     ServedWeights,
@@ -61,7 +61,7 @@ def test_load_replaces_every_tensor(
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: list[Path]) -> Path:
     """Return a folder that a publisher has staged in memory."""
-    monkeypatch.setattr(weight_loading, "TMPFS", tmp_path)
+    monkeypatch.setattr(staged_versions, "TMPFS", tmp_path)
     folder = tmp_path / "arealite-0-1-x/v1"
     shutil.copytree(folders[1], folder)
     return folder
