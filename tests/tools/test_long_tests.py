@@ -15,5 +15,5 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_line_names_a_file_and_a_test_of_it(line: str) -> None:
     file, _, test = line.partition("::")
     name = test.partition("*")[0].partition("[")[0]
-    text = (ROOT / file).read_text()
-    assert not name or f"def {name}" in text
+    test_code = (ROOT / file).read_text()
+    assert not name or f"def {name}" in test_code

@@ -34,7 +34,7 @@ class BackwardResult:
     """The result of `forward_backward` on a rank."""
 
     stats: Stats
-    """Of all ranks."""
+    """The sums over the rows of all ranks."""
     recorded: Outputs
     """The recorded outputs of this rank's rows by field."""
 

@@ -110,12 +110,12 @@ class Policy:
         recorded = loss.record_outputs or {}
         if any(field in row.fields for row in weighted for field in recorded.values()):
             recorded = {}
-        gradients = self.ranks.call_with_rows(EngineRank.forward_backward, weighted, loss, recorded)
-        outputs = concat_ranks([gradient.recorded for gradient in gradients])
+        results = self.ranks.call_with_rows(EngineRank.forward_backward, weighted, loss, recorded)
+        outputs = concat_ranks([result.recorded for result in results])
         for field in recorded.values():
             for row, values_T in zip(rows, outputs[field], strict=True):
                 row.fields[field] = values_T
-        return gradients[0].stats
+        return results[0].stats
 
     def evaluate(self, rows: list[Sequence], loss: Loss) -> Stats:
         """Compute a loss without gradient; recorded outputs become fields of the rows.

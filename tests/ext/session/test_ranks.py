@@ -51,12 +51,12 @@ def made_rows(lengths: tuple[int, ...] = (9, 5, 7, 6, 12)) -> list[Sequence]:
 def child_ranks() -> list[psutil.Process]:
     """Return the processes of ranks that run for this process."""
     children = psutil.Process().children(recursive=True)
-    found = list[psutil.Process]()
+    processes_of_ranks = list[psutil.Process]()
     for child in children:
         with suppress(psutil.NoSuchProcess):  # also one that has exited
             if ranks.ROLE in child.cmdline():
-                found.append(child)
-    return found
+                processes_of_ranks.append(child)
+    return processes_of_ranks
 
 
 async def trained(session: arealite.Session, folder: Path) -> dict[str, Any]:

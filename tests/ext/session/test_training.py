@@ -16,15 +16,10 @@ import arealite
 from arealite.api.engine import LossInput, Sequence
 from arealite.base.errors import UserError
 from tests.ext.session.conftest import Open
+from tests.ext.session.own_losses import reinforce
 from tests.waiting import eventually
 
 PROMPT = "2+3="
-
-
-def reinforce(batch: LossInput) -> torch.Tensor:
-    """Return Σ weight · −A · logprob."""
-    terms_N = -batch.fields["advantages"] * batch.outputs["logprobs"]
-    return (terms_N * batch.fields["loss_weight"]).sum()
 
 
 def fail(batch: LossInput) -> torch.Tensor:
