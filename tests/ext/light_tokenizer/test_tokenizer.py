@@ -382,7 +382,7 @@ def test_templates_of_files_replace_that_of_the_settings(tmp_path: Path) -> None
     assert light.get_chat_template(tools=[]) == "{{ tools }}"
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "6.0.0"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.25.0", "6.0.0"])
 def test_version_that_was_not_compared_reads_folders_itself(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
