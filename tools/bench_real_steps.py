@@ -2,10 +2,11 @@
 
 Both sides train the same model on the same tasks with the same reward, loss and lengths, one after
 the other: 16 prompts × 8 samples a step. AReaLite runs as in the lesson, with its own server beside
-the trainer. TRL generates with transformers in the trainer's process. Each setting of TRL (threads,
-rows of a micro-batch, dtype) runs once, and the ratio uses the fastest. The time of a step is the
+the trainer. TRL generates with transformers in the trainer's process. The time of a step is the
 median of eight steps of AReaLite and of two of TRL; the first steps are left out, and AReaLite's
-last, beside which no answers are generated.
+last, beside which no answers are generated. With --pairs N, both sides alternate N times, each
+setting of TRL (threads, rows of a micro-batch, dtype) once each time. The figures are medians, and
+the ratio of a pair uses TRL's fastest setting.
 
 Memory is the largest sum over AReaLite's processes of their PSS after the self-check. Instead of
 the shared memory that they map, all files of the run in /dev/shm count if these are larger.
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=smollm2.FOLDER)
     parser.add_argument("--trl", nargs="*", default=TRL_SETTINGS, metavar="THREADS:ROWS:DTYPE")
+    parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--trl-steps", type=int, default=2)
     parser.add_argument("--our-steps", type=int, default=8)
     for hidden in ("setting", "data", "steps"):
@@ -222,32 +224,52 @@ def main() -> None:
     if options.setting:
         trl_side(options.setting, options.model, Path(options.data), int(options.steps))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        data, model = Path(folder), options.model.absolute()
-        write_data(LESSON, data, 1)
-        wait_for_quiet()
-        ours = run_ours(model, data, options.our_steps)
-        print(f"ours: {ours}", flush=True)
-        sides = dict[str, dict[str, Any]]()
-        for setting in options.trl:
-            wait_for_quiet()
-            sides[setting] = run_trl(setting, model, data, WARM_STEPS + options.trl_steps)
-            print(f"TRL {setting}: {sides[setting]}", flush=True)
-    state = number_of_parameters(options.model) * BYTES_OF_TRAINING
+    model = options.model.absolute()
+    pairs = [measure_pair(model, options) for _ in range(options.pairs)]
+    state = number_of_parameters(model) * BYTES_OF_TRAINING
     measurements = {
-        "steps.ours_samples_s": BATCH / ours["seconds"],
+        "steps.ours_samples_s": median_of(BATCH / pair["ours"]["seconds"] for pair in pairs),
         **{
-            f"steps.trl_{setting}_samples_s": BATCH / side["seconds"]
-            for setting, side in sides.items()
+            f"steps.trl_{setting}_samples_s": median_of(
+                BATCH / pair[setting]["seconds"] for pair in pairs
+            )
+            for setting in options.trl
         },
-        "memory.gib": ours["memory"] / 2**30,
-        "memory.over_training_state": ours["memory"] / state,
+        "memory.gib": median_of(pair["ours"]["memory"] / 2**30 for pair in pairs),
+        "memory.over_training_state": median_of(pair["ours"]["memory"] / state for pair in pairs),
     }
-    if sides:
-        fastest = min(side["seconds"] for side in sides.values())
-        measurements["steps.ours_over_trl"] = fastest / ours["seconds"]
+    if options.trl:
+        ratios = [ours_over_trl(pair, options.trl) for pair in pairs]
+        measurements["steps.ours_over_trl"] = median_of(ratios)
+        print(f"ours over TRL, by pair: {' '.join(f'{ratio:.2f}' for ratio in ratios)}")
     figures.show(measurements, digits=2)
     figures.save("real_steps.json", measurements | {"model": str(options.model)})
+
+
+def measure_pair(model: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measure our side, then TRL with each setting; return the measurements by setting."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        write_data(LESSON, data, 1)
+        wait_for_quiet()
+        pair = {"ours": run_ours(model, data, options.our_steps)}
+        print(f"ours: {pair['ours']}", flush=True)
+        for setting in options.trl:
+            wait_for_quiet()
+            pair[setting] = run_trl(setting, model, data, WARM_STEPS + options.trl_steps)
+            print(f"TRL {setting}: {pair[setting]}", flush=True)
+    return pair
+
+
+def ours_over_trl(pair: Mapping[str, Mapping[str, Any]], settings: Sequence[str]) -> float:
+    """Return our samples/s over those of TRL's fastest setting."""
+    fastest: float = min(pair[setting]["seconds"] for setting in settings)
+    return fastest / pair["ours"]["seconds"]
+
+
+def median_of(values: Iterable[float]) -> float:
+    """Return the median."""
+    return statistics.median(list(values))
 
 
 if __name__ == "__main__":
