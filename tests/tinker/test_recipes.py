@@ -16,7 +16,7 @@ LOSS = "loss_fn=importance_sampling"
 """In place of stable_reinforce, which the service does not have."""
 RECIPES = {
     "sl_loop": ["batch_size=4", "max_length=256"],
-    "rl_loop": ["batch_size=2", "group_size=4", "max_tokens=8", LOSS],
+    "rl_loop": ["batch_size=2", "group_size=4", "max_tokens=8", "loss_fn=gspo"],
     "chat_sl.train": ["batch_size=4", "max_length=256", "behavior_if_log_dir_exists=delete"],
     "math_rl.train": [
         "env=arithmetic",

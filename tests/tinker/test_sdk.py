@@ -17,7 +17,7 @@ def test_every_call_of_the_sdk(service: RunningService) -> None:
     assert seen["losses"][0] == pytest.approx(seen["forward"], rel=1e-6)
     assert seen["losses"][-1] < seen["losses"][0] - 1
     assert seen["forward"] == pytest.approx(-seen["sum of logprobs"], rel=1e-6)
-    for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+    for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
         assert isinstance(seen[loss], float)
     assert seen["shape of two targets"] == [2, 2]
     assert seen["own loss"] == ["loss:sum", "squares:sum", "surrogate_loss:sum"]
@@ -32,7 +32,7 @@ def test_every_call_of_the_sdk(service: RunningService) -> None:
     assert seen["continued exactly"]
     assert seen["fresh optimizer differs"]
     unknown_loss, other_model, no_checkpoint, no_eos = seen["refusals"]
-    assert "Known: cross_entropy, importance_sampling, ppo, cispo, dro" in unknown_loss
+    assert "Known: cross_entropy, importance_sampling, ppo, cispo, dro, gspo" in unknown_loss
     assert "this service has 'org/tiny'" in other_model
     assert "there is no checkpoint" in no_checkpoint
     assert "this service always ends an answer at EOS" in no_eos

@@ -15,7 +15,7 @@ import numpy as np
 from arealite.api.engine import Sequence as Row
 from arealite.base.errors import UserError
 from arealite.ext.tinker import messages
-from arealite.ext.tinker.named_losses import HAS_TARGET, OUTPUT, find_loss
+from arealite.ext.tinker.named_losses import HAS_TARGET, OUTPUT, SEQUENCE_MASK, find_loss
 
 TARGETS = "target_tokens"
 MAX_TARGETS = 256
@@ -79,15 +79,20 @@ def read_datum(message: Any, loss: str, *, vocabulary: int, longest: int) -> Dat
         raise UserError(f"{TARGETS}: use 1 to {MAX_TARGETS} targets for an input.")
     _check_ids("model_input", tokens_T, 0, vocabulary)
     _check_ids(TARGETS, targets, -1, vocabulary)
-    inputs = dict[str, np.ndarray]()
-    for name in names:
-        values = messages.array_of(message.loss_fn_inputs[name]).astype(np.float32)
-        if values.shape != targets.shape or not np.isfinite(values).all():
-            raise UserError(
-                f"{name}: use finite numbers of the shape of {TARGETS}, {[*targets.shape]}."
-            )
-        inputs[name] = values
+    inputs = {name: _read_input(message, name, targets) for name in names}
     return Datum(tokens_T=tokens_T, targets=targets, inputs=inputs)
+
+
+def _read_input(message: Any, name: str, targets: np.ndarray) -> np.ndarray:
+    """Return an input of the loss, float32 as the targets; UserError if it is unusable."""
+    values = messages.array_of(message.loss_fn_inputs[name]).astype(np.float32)
+    if values.shape != targets.shape or not np.isfinite(values).all():
+        raise UserError(
+            f"{name}: use finite numbers of the shape of {TARGETS}, {[*targets.shape]}."
+        )
+    if name == SEQUENCE_MASK and not values[targets >= 0].any():
+        raise UserError(f"{name} marks no target: mark those of the sequence's ratio with 1.")
+    return values
 
 
 def _check_ids(name: str, ids: np.ndarray, lowest: int, vocabulary: int) -> None:

@@ -1,12 +1,13 @@
 """The losses that a client names. Each is a sum over all tokens; a mean is the client's business.
 
-Formulas: the service's public documentation, "Loss functions". Shapes: N loss tokens; with several
-targets for a place, [N, K].
+Formulas: the service's public documentation, "Loss functions". It does not say the clipping range
+of GSPO; ours is that of the paper (arXiv 2507.18071, section 5.1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,54 +20,96 @@ if TYPE_CHECKING:
 
     from arealite.api.engine import LossInput
 
-LossInputs = Mapping[str, "Tensor"]
 Options = Mapping[str, float]
+SEQUENCE_MASK = "sequence_ratio_mask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTokens:
+    """The N places of a micro-batch that predict a token, with K targets each."""
+
+    logprobs: Tensor
+    """Of the targets, [N] or [N, K]; 0 where there is no target."""
+    inputs: Mapping[str, Tensor]
+    """What the client sent for the targets, and HAS_TARGET; shapes as `logprobs`."""
+    rows_N: Tensor
+    """The index of each place's datum."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """The advantages."""
+        return self.inputs["advantages"]
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """log p − log q of policy and sampler."""
+        return self.logprobs - self.inputs["logprobs"]
 
 
 class NamedLoss(NamedTuple):
     """A loss, the inputs that a datum must have for it, and its options."""
 
-    terms: Callable[[Tensor, LossInputs, Options], Tensor]
-    """(logprobs of the targets, inputs, options) → the loss of each token."""
+    terms: Callable[[TargetTokens, Options], Tensor]
+    """Returns the loss of each target."""
     inputs: tuple[str, ...]
     options: Options = MappingProxyType({})
     """The options with their defaults."""
 
 
-def cross_entropy(logprobs: Tensor, inputs: LossInputs, options: Options) -> Tensor:
+def cross_entropy(targets: TargetTokens, options: Options) -> Tensor:
     """Return −w · log p."""
-    return -inputs["weights"] * logprobs
+    return -targets.inputs["weights"] * targets.logprobs
 
 
-def importance_sampling(logprobs: Tensor, inputs: LossInputs, options: Options) -> Tensor:
+def importance_sampling(targets: TargetTokens, options: Options) -> Tensor:
     """Return −r · A with r = p / q, the ratio of policy and sampler."""
-    return -_ratio(logprobs, inputs) * inputs["advantages"]
+    return -targets.log_ratios.exp() * targets.advantages
 
 
-def ppo(logprobs: Tensor, inputs: LossInputs, options: Options) -> Tensor:
+def ppo(targets: TargetTokens, options: Options) -> Tensor:
     """Return −min(r · A, clip(r, low, high) · A)."""
-    ratio = _ratio(logprobs, inputs)
-    clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
-    advantages = inputs["advantages"]
-    return -(ratio * advantages).minimum(clipped * advantages)
+    return _lower_objective(targets.log_ratios.exp(), targets.advantages, options)
 
 
-def cispo(logprobs: Tensor, inputs: LossInputs, options: Options) -> Tensor:
+def cispo(targets: TargetTokens, options: Options) -> Tensor:
     """Return −clip(r, low, high) · A · log p, without gradient through the clipped ratio."""
-    ratio = _ratio(logprobs, inputs).detach()
-    clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
-    return -clipped * inputs["advantages"] * logprobs
+    clipped = _clip(targets.log_ratios.detach().exp(), options)
+    return -clipped * targets.advantages * targets.logprobs
 
 
-def dro(logprobs: Tensor, inputs: LossInputs, options: Options) -> Tensor:
+def dro(targets: TargetTokens, options: Options) -> Tensor:
     """Return −(log p · A − beta/2 · (log p − log q)²)."""
-    difference = logprobs - inputs["logprobs"]
-    penalty = 0.5 * options["beta"] * difference.square()
-    return penalty - logprobs * inputs["advantages"]
+    penalty = 0.5 * options["beta"] * targets.log_ratios.square()
+    return penalty - targets.logprobs * targets.advantages
 
 
-def _ratio(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    return (logprobs - inputs["logprobs"]).exp()
+def gspo(targets: TargetTokens, options: Options) -> Tensor:
+    """Return −min(s · A, clip(s, low, high) · A), s with the gradient of the token's own log p.
+
+    log s is the mean of log p − log q over the targets of the datum that SEQUENCE_MASK marks.
+    """
+    is_marked = (targets.inputs[SEQUENCE_MASK] != 0) & (targets.inputs[HAS_TARGET] > 0)
+    marked = targets.log_ratios.detach().where(is_marked, 0.0)
+    num_marked = _sum_of_rows(is_marked.to(marked.dtype), targets.rows_N)
+    mean_N = _sum_of_rows(marked, targets.rows_N) / num_marked
+    mean = mean_N if marked.dim() == 1 else mean_N[:, None]
+    own_gradient = targets.logprobs - targets.logprobs.detach()
+    return _lower_objective((mean + own_gradient).exp(), targets.advantages, options)
+
+
+def _sum_of_rows(values: Tensor, rows_N: Tensor) -> Tensor:
+    """Return for each place the sum of the values of its datum, [N]."""
+    values_N = values.flatten(1).sum(1) if values.dim() > 1 else values
+    num_rows = int(rows_N.max()) + 1
+    return values_N.new_zeros(num_rows).index_add(0, rows_N, values_N)[rows_N]
+
+
+def _lower_objective(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    return -(ratio * advantages).minimum(_clip(ratio, options) * advantages)
+
+
+def _clip(ratio: Tensor, options: Options) -> Tensor:
+    return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
 POLICY_INPUTS = ("logprobs", "advantages")
@@ -77,6 +120,11 @@ LOSSES = {
     "ppo": NamedLoss(ppo, POLICY_INPUTS, CLIP),
     "cispo": NamedLoss(cispo, POLICY_INPUTS, CLIP),
     "dro": NamedLoss(dro, POLICY_INPUTS, {"beta": 0.05}),
+    "gspo": NamedLoss(
+        gspo,
+        (*POLICY_INPUTS, SEQUENCE_MASK),
+        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    ),
 }
 
 
@@ -127,9 +175,12 @@ class SummedLoss:
 
     def __call__(self, batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch, and its sum as a stat."""
-        logprobs = batch.outputs[self._output]
-        inputs = batch.fields
-        has_target = inputs[HAS_TARGET] > 0
-        terms = self._loss.terms(logprobs.where(has_target, 0.0), inputs, self._options)
+        has_target = batch.fields[HAS_TARGET] > 0
+        targets = TargetTokens(
+            logprobs=batch.outputs[self._output].where(has_target, 0.0),
+            inputs=batch.fields,
+            rows_N=batch.rows_N,
+        )
+        terms = self._loss.terms(targets, self._options)
         loss = terms.where(has_target, 0.0).sum()
         return loss, {"loss": loss.detach()}

@@ -82,6 +82,14 @@ def test_wrong_datum_is_refused_by_one_line(datum: Any, error: str) -> None:
         read(datum)
 
 
+def test_gspo_without_a_marked_target_is_refused() -> None:
+    values: dict[str, list[Any]] = {"logprobs": [-1, -1], "advantages": [1, 1]}
+    unmarked = message([1, 2], [2, -1], **values, sequence_ratio_mask=[0, 1])
+
+    with pytest.raises(UserError, match="sequence_ratio_mask marks no target"):
+        read(unmarked, "gspo")
+
+
 def test_images_are_refused() -> None:
     datum = message([1], [2], weights=[1])
     datum.model_input.add().image = b""

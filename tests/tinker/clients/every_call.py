@@ -58,6 +58,14 @@ def main() -> None:
         policy = datum(tokens, logprobs=sampler_logprobs, advantages=advantages)
         result = training.forward_backward([policy], loss).result()
         seen[loss] = result.metrics["loss:sum"]
+    policy = datum(
+        tokens,
+        logprobs=sampler_logprobs,
+        advantages=advantages,
+        sequence_ratio_mask=[0.0, 1.0, 1.0, 1.0],
+    )
+    result = training.forward_backward([policy], "gspo").result()
+    seen["gspo"] = result.metrics["loss:sum"]
     training.optim_step(types.AdamParams(learning_rate=0.0)).result()
 
     several = datum([5, 6], torch.tensor([[6, 1], [7, 2]]), weights=torch.full((2, 2), 0.5))
