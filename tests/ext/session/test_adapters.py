@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import arealite
 from arealite.api.engine import LossInput, Sequence
@@ -22,6 +24,8 @@ from arealite.ext.session.call_loss import make_loss, weighted_rows
 from tests.ext.session.conftest import Open, Opened
 from tests.fakes.embedded import running, server_config
 from tests.waiting import eventually
+
+theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 PROMPT = [5, 6, 7, 8]
 EXACT = 1e-4
@@ -327,6 +331,52 @@ async def test_state_is_saved_and_loaded_by_name(opened: Open, tmp_path: Path) -
         session.add_adapter("small", rank=2)
         with pytest.raises(UserError, match="use the model and the rank"):
             await session.load("state", adapter="small")
+
+
+@theirs_warns
+async def test_adapter_with_patterns_is_trained_served_and_exported_as_peft_reads_it(
+    model: Path, opened: Open, tmp_path: Path
+) -> None:
+    """Layers have other ranks and alphas than the rest; the scaling is alpha / √rank."""
+    import peft
+
+    patterns = {
+        "rank_pattern": {"layers.1.mlp.down_proj": 2},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 7},
+    }
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        use_rslora=True,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **patterns,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    theirs.save_pretrained(str(tmp_path / "start"))
+    async with opened(adapters=["alice"]) as parts:
+        session = parts.session
+        session.add_adapter("theirs", folder=tmp_path / "start")
+        await train(session, {"alice": 9, "theirs": 11}, updates=2)
+        report = await session.publish(adapter="theirs")
+        calls = [session.sample(PROMPT, n=2, max_tokens=12, adapter=a) for a in ("alice", "theirs")]
+        _, samples = [await call for call in calls]
+        assert await difference(session, samples) < EXACT
+        (trained,) = await session.forward(answers("theirs", 11, count=1))
+        await session.export(tmp_path / "end", adapter="theirs")
+    assert (report.servers, report.quarantined) == (1, [])
+    written = json.loads((tmp_path / "end" / "adapter_config.json").read_text())
+    assert {name: written[name] for name in patterns} == patterns
+    base = AutoModelForCausalLM.from_pretrained(model)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "end"))
+    tokens = torch.tensor([[*PROMPT, *[11] * 4]])
+    with torch.no_grad():
+        logits_TV = loaded(tokens).logits[0].float()
+    expected = logits_TV.log_softmax(-1)[len(PROMPT) - 1 : -1, 11]
+    np.testing.assert_allclose(trained[len(PROMPT) :], expected, atol=EXACT)
 
 
 async def test_removed_adapter_ends_its_samples_and_its_name_is_free(opened: Open) -> None:
