@@ -41,6 +41,7 @@ NESTED = "AREALITE_NESTED"
 CHECKER = "arealite-check"
 """Name of the checking thread."""
 COLLECTOR = "trainer.ppo.collector"
+SERVERS = "launcher.llm_servers"
 GUARDED = GUARD.replace("kill -9 0", "kill -TERM 0")
 """Shell script: when this process exits, the command gets SIGTERM and writes its checkpoint."""
 POLL_S = 0.2
@@ -86,6 +87,8 @@ def resolve(
 ) -> C:
     """Return the config of a command.
 
+    If the run needs a server, there is none, and the words do not set their number, it starts one.
+
     Args:
         schema: The command's root config class.
         config: Preset or file, or several.
@@ -109,7 +112,9 @@ def resolve(
             run = _replaced(run, option, data_path(rows, folder, option))
     if "reward" in given_parts:
         run = _with_reward(run, given_parts["reward"])
-    return _replaced(run, "launcher.llm_servers", 1) if _needs_server(run) else run
+    if _needs_server(run) and not any(word.startswith(f"{SERVERS}=") for word in user_words):
+        return _replaced(run, SERVERS, 1)
+    return run
 
 
 def _replaced(config: C, key: str, value: object) -> C:

@@ -35,7 +35,8 @@ def session(
 
     Args:
         model: A Hugging Face folder, or the id of a model of the Hugging Face Hub.
-        servers: Number of servers to start; None: one, or none with `addresses`.
+        servers: Number of servers to start; None: one, or none with `addresses`; 0: the session
+            updates and uses the servers that run for its trial.
         addresses: Running servers, as in ["http://10.0.0.1:30000"]; the session updates them.
         ranks: Number of processes that train, each on a GPU of its own if there are GPUs; the
             model is sharded over them. A loss of your own must be in a module, which they import.

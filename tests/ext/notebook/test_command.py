@@ -124,12 +124,13 @@ def test_later_config_wins(folder: Path) -> None:
     ("config", "overrides"),
     [
         ("async_ppo", {"launcher.llm_servers": 2}),
+        ("async_ppo", {"launcher.llm_servers": 0}),
         ("async_ppo", {"llm_server.addresses": ["127.0.0.1:1"]}),
         ("async_ppo", {"trainer.ppo.publisher.type": "shared"}),
         ("sft", {}),
     ],
 )
-def test_run_that_has_servers_or_needs_none_gets_no_more(config: str, overrides: Any) -> None:
+def test_run_gets_no_server_that_it_has_needs_not_or_refuses(config: str, overrides: Any) -> None:
     num_servers = (overrides or {}).get("launcher.llm_servers", 0)
     assert made(config, overrides).launcher.llm_servers == num_servers
 

@@ -17,6 +17,7 @@ from tests.fakes.embedded import running, server_config
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "/no/such/folder"}, "no/such/folder"),
     ({"servers": -1}, "launcher.llm_servers"),
+    ({"servers": 0}, "no language-model server .* Start one"),
     ({"lora": -1}, "lora.rank"),
     ({"lora": 2, "overrides": {"engine.fsdp.lora.targets": ["no_layer"]}}, "no_layer"),
     ({"max_staleness": -1}, "max_staleness"),
