@@ -30,19 +30,19 @@ STREAM_INTERVAL = 8
 it runs with --incremental-streaming-output."""
 
 
-class SGLangRequestBody(msgspec.Struct, kw_only=True):
-    """A request to /generate."""
+class SGLangRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A request to /generate. The defaults are those of the server."""
 
     rid: str
     input_ids: list[int] | msgspec.Raw
     sampling_params: dict[str, object]
-    return_logprob: bool = True
-    top_logprobs_num: int | msgspec.UnsetType = msgspec.UNSET
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
     stream: bool = False
-    logprob_start_len: int | msgspec.UnsetType = msgspec.UNSET
-    return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
-    routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
-    lora_path: str | msgspec.UnsetType = msgspec.UNSET
+    logprob_start_len: int = -1
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    lora_path: str = ""
     """Name of the adapter."""
 
 
@@ -120,17 +120,14 @@ class SGLangProtocol(ServerProtocol):
             rid=request.rid,
             input_ids=request.input_ids,
             sampling_params=sampling_params,
+            return_logprob=True,
+            top_logprobs_num=request.num_top,
             stream=request.is_stream,
+            logprob_start_len=0 if request.scores_prompt else -1,
+            return_routed_experts=request.with_routing,
+            routed_experts_start_len=request.routing_start,
+            lora_path=request.adapter,
         )
-        if request.num_top:
-            body.top_logprobs_num = request.num_top
-        if request.scores_prompt:
-            body.logprob_start_len = 0
-        if request.with_routing:
-            body.return_routed_experts = True
-            body.routed_experts_start_len = request.routing_start
-        if request.adapter:
-            body.lora_path = request.adapter
         return encode_body(body)
 
     def decode_answer(self, raw: bytes, num_before: int | None = None) -> ServerAnswer:

@@ -7,7 +7,7 @@ of GSPO; ours is that of the paper (arXiv 2507.18071, section 5.1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,77 +24,72 @@ Options = Mapping[str, float]
 SEQUENCE_MASK = "sequence_ratio_mask"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetTokens:
-    """The N places of a micro-batch that predict a token, with K targets each."""
-
-    logprobs: Tensor
-    """Of the targets, [N] or [N, K]; 0 where there is no target."""
-    inputs: Mapping[str, Tensor]
-    """What the client sent for the targets, and HAS_TARGET; shapes as `logprobs`."""
-    rows_N: Tensor
-    """The index of each place's datum."""
-
-    @property
-    def advantages(self) -> Tensor:
-        """The advantages."""
-        return self.inputs["advantages"]
-
-    @property
-    def log_ratios(self) -> Tensor:
-        """log p − log q of policy and sampler."""
-        return self.logprobs - self.inputs["logprobs"]
-
-
 class NamedLoss(NamedTuple):
     """A loss, the inputs that a datum must have for it, and its options."""
 
-    terms: Callable[[TargetTokens, Options], Tensor]
-    """Returns the loss of each target."""
+    terms: Callable[[LossInput, Options], Tensor]
+    """Returns the loss of each target. The input has the `logprobs` of the targets, 0 where there
+    is none, as [N] or [N, K], and fields of this shape."""
     inputs: tuple[str, ...]
     options: Options = MappingProxyType({})
     """The options with their defaults."""
 
 
-def cross_entropy(targets: TargetTokens, options: Options) -> Tensor:
+def cross_entropy(batch: LossInput, options: Options) -> Tensor:
     """Return −w · log p."""
-    return -targets.inputs["weights"] * targets.logprobs
+    return -batch.fields["weights"] * batch.outputs["logprobs"]
 
 
-def importance_sampling(targets: TargetTokens, options: Options) -> Tensor:
+def importance_sampling(batch: LossInput, options: Options) -> Tensor:
     """Return −r · A with r = p / q, the ratio of policy and sampler."""
-    return -targets.log_ratios.exp() * targets.advantages
+    return -_log_ratio(batch).exp() * batch.fields["advantages"]
 
 
-def ppo(targets: TargetTokens, options: Options) -> Tensor:
+def ppo(batch: LossInput, options: Options) -> Tensor:
     """Return −min(r · A, clip(r, low, high) · A)."""
-    return _lower_objective(targets.log_ratios.exp(), targets.advantages, options)
+    return _pessimistic(_log_ratio(batch).exp(), batch, options)
 
 
-def cispo(targets: TargetTokens, options: Options) -> Tensor:
+def cispo(batch: LossInput, options: Options) -> Tensor:
     """Return −clip(r, low, high) · A · log p, without gradient through the clipped ratio."""
-    clipped = _clip(targets.log_ratios.detach().exp(), options)
-    return -clipped * targets.advantages * targets.logprobs
+    clipped = _clip(_log_ratio(batch).detach().exp(), options)
+    return -clipped * batch.fields["advantages"] * batch.outputs["logprobs"]
 
 
-def dro(targets: TargetTokens, options: Options) -> Tensor:
+def dro(batch: LossInput, options: Options) -> Tensor:
     """Return −(log p · A − beta/2 · (log p − log q)²)."""
-    penalty = 0.5 * options["beta"] * targets.log_ratios.square()
-    return penalty - targets.logprobs * targets.advantages
+    penalty = 0.5 * options["beta"] * _log_ratio(batch).square()
+    return penalty - batch.outputs["logprobs"] * batch.fields["advantages"]
 
 
-def gspo(targets: TargetTokens, options: Options) -> Tensor:
+def gspo(batch: LossInput, options: Options) -> Tensor:
     """Return −min(s · A, clip(s, low, high) · A), s with the gradient of the token's own log p.
 
     log s is the mean of log p − log q over the targets of the datum that SEQUENCE_MASK marks.
     """
-    is_marked = (targets.inputs[SEQUENCE_MASK] != 0) & (targets.inputs[HAS_TARGET] > 0)
-    marked = targets.log_ratios.detach().where(is_marked, 0.0)
-    num_marked = _sum_of_rows(is_marked.to(marked.dtype), targets.rows_N)
-    mean_N = _sum_of_rows(marked, targets.rows_N) / num_marked
-    mean = mean_N if marked.dim() == 1 else mean_N[:, None]
-    own_gradient = targets.logprobs - targets.logprobs.detach()
-    return _lower_objective((mean + own_gradient).exp(), targets.advantages, options)
+    log_ratio = _log_ratio(batch)
+    is_marked = (batch.fields[SEQUENCE_MASK] != 0) & (batch.fields[HAS_TARGET] > 0)
+    sums_N = _sum_of_rows(log_ratio.detach().where(is_marked, 0.0), batch.rows_N)
+    mean_N = sums_N / _sum_of_rows(is_marked.to(sums_N.dtype), batch.rows_N)
+    mean = mean_N if log_ratio.dim() == 1 else mean_N[:, None]
+    return _pessimistic((mean + (log_ratio - log_ratio.detach())).exp(), batch, options)
+
+
+def _log_ratio(batch: LossInput) -> Tensor:
+    return batch.outputs["logprobs"] - batch.fields["logprobs"]
+
+
+def _pessimistic(
+    ratio: Tensor,
+    batch: LossInput,
+    options: Options,
+) -> Tensor:
+    advantages = batch.fields["advantages"]
+    return -(ratio * advantages).minimum(_clip(ratio, options) * advantages)
+
+
+def _clip(ratio: Tensor, options: Options) -> Tensor:
+    return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
 def _sum_of_rows(values: Tensor, rows_N: Tensor) -> Tensor:
@@ -102,14 +97,6 @@ def _sum_of_rows(values: Tensor, rows_N: Tensor) -> Tensor:
     values_N = values.flatten(1).sum(1) if values.dim() > 1 else values
     num_rows = int(rows_N.max()) + 1
     return values_N.new_zeros(num_rows).index_add(0, rows_N, values_N)[rows_N]
-
-
-def _lower_objective(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
-    return -(ratio * advantages).minimum(_clip(ratio, options) * advantages)
-
-
-def _clip(ratio: Tensor, options: Options) -> Tensor:
-    return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
 POLICY_INPUTS = ("logprobs", "advantages")
@@ -176,11 +163,7 @@ class SummedLoss:
     def __call__(self, batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch, and its sum as a stat."""
         has_target = batch.fields[HAS_TARGET] > 0
-        targets = TargetTokens(
-            logprobs=batch.outputs[self._output].where(has_target, 0.0),
-            inputs=batch.fields,
-            rows_N=batch.rows_N,
-        )
-        terms = self._loss.terms(targets, self._options)
+        logprobs = batch.outputs[self._output].where(has_target, 0.0)
+        terms = self._loss.terms(replace(batch, outputs={"logprobs": logprobs}), self._options)
         loss = terms.where(has_target, 0.0).sum()
         return loss, {"loss": loss.detach()}

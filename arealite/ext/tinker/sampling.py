@@ -131,7 +131,12 @@ class SamplingClient:
             **options_of(body.sampling_params, self._session.context_length - len(prompt)),
         )
 
-    async def _add_scores(self, response: Any, body: bodies.SampleBody, prompt: list[int]) -> None:
+    async def _add_scores(
+        self,
+        response: Any,
+        body: bodies.SampleBody,
+        prompt: list[int],
+    ) -> None:
         num_top = body.topk_prompt_logprobs
         scores = await self._session.score(prompt, adapter=self._adapter, top=num_top)
         _add_scores(response, scores, body)
@@ -202,7 +207,11 @@ def _sequence(sample: Sample, num_top: int) -> Any:
     return sequence
 
 
-def _add_scores(response: Any, scores: PromptScores, body: bodies.SampleBody) -> None:
+def _add_scores(
+    response: Any,
+    scores: PromptScores,
+    body: bodies.SampleBody,
+) -> None:
     """Add the log-probabilities of the prompt's tokens; those of the first one are unknown."""
     num_tokens = len(scores.logprobs) + 1
     num_scored = min(body.prompt_logprobs_last_n or num_tokens, num_tokens - 1)
