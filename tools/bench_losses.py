@@ -11,10 +11,12 @@ The other experiments train the demo's model, for each seed:
 * `staleness`: samples of 16 versions ago, with and without centering, in one process: the loop of
   tests/learning. `centering_gain` is the mean difference of the held-out rewards.
 * `quantised`: runs with a server of weights that are rounded to int8, with and without centering.
-* `distillation`: the demo itself, then its trained model as the teacher of the first one.
-  `distill_steps_ratio` is the mean ratio of their steps to a reward of 0.7, and `canary_share` the
-  share of a step in which the trainer scores the canary's row. A run needs two free cores for
-  about two minutes, and a distilled one for longer: the teacher scores each answer.
+* `distillation`: the demo itself, then its trained model as the only teacher of the first one, once
+  by the log-probability of each sampled token, once by the teacher's 16 most probable tokens there.
+  `distill_sampled_steps_ratio` and `distill_steps_ratio` are the mean ratios of their steps to a
+  reward of 0.7 and the demo's, and `canary_share` is the share of a step in which the trainer
+  scores the canary's row. A run needs two free cores for about two minutes, and a distilled one for
+  longer: the teacher scores each answer.
 
     python tools/bench_losses.py [--pairs 7] [--out out/bench/losses.json]
     python tools/bench_losses.py --experiment staleness [--seeds 1 2 3] [--steps 80] [key=value …]
@@ -79,6 +81,9 @@ VARIANTS = {
 """Options of the variants of the experiments `staleness` and `quantised`."""
 ENDS = 10
 """Number of last steps whose mean reward is a figure."""
+DISTILLATION = "trainer.ppo.distillation"
+DISTILLED = {"sampled": [], "top": [f"{DISTILLATION}.top_k=16"]}
+"""The options of each kind of distillation."""
 GOAL = 0.7
 """Reward that distillation and GRPO are to reach."""
 SMOOTH = 3
@@ -288,29 +293,26 @@ def distillation(seeds: Sequence[int], steps: int, options: Sequence[str]) -> di
     A figure is absent if a run does not reach GOAL.
     """
     measured = dict[str, float]()
-    ratios = list[float]()
+    ratios = {arm: list[float]() for arm in DISTILLED}
     for seed in seeds:
         teacher_trial = f"grpo-seed{seed}"
-        by_rewards = train(teacher_trial, seed, steps, options)
+        lines_of_arm = {"grpo": train(teacher_trial, seed, steps, options)}
         teacher = run_folder(teacher_trial).export
-        by_teacher = train(
-            f"distilled-seed{seed}",
-            seed,
-            steps,
-            [
-                f"trainer.ppo.distillation.teacher={teacher}",
-                "trainer.ppo.distillation.only=true",
-                *options,
-            ],
-        )
-        for name, lines in (("grpo", by_rewards), ("distilled", by_teacher)):
+        for arm, arm_options in DISTILLED.items():
+            words = [f"{DISTILLATION}.teacher={teacher}", f"{DISTILLATION}.only=true"]
+            trial = f"{arm}-seed{seed}"
+            lines_of_arm[arm] = train(trial, seed, steps, [*words, *arm_options, *options])
+        for arm, lines in lines_of_arm.items():
             for figure, number in figures_of(lines).items():
-                measured[f"{name}_seed{seed}_{figure}"] = number
-            measured[f"{name}_seed{seed}_steps_to_{GOAL}"] = steps_to_goal(lines)
-        ratios.append(steps_to_goal(by_teacher) / steps_to_goal(by_rewards))
+                measured[f"{arm}_seed{seed}_{figure}"] = number
+            measured[f"{arm}_seed{seed}_steps_to_{GOAL}"] = steps_to_goal(lines)
+        for arm in DISTILLED:
+            ratio = steps_to_goal(lines_of_arm[arm]) / steps_to_goal(lines_of_arm["grpo"])
+            ratios[arm].append(ratio)
     shares = [canary_share(run_folder(f"grpo-seed{seed}")) for seed in seeds]
     measured |= {
-        "distill_steps_ratio": statistics.fmean(ratios),
+        "distill_sampled_steps_ratio": statistics.fmean(ratios["sampled"]),
+        "distill_steps_ratio": statistics.fmean(ratios["top"]),
         "canary_share": statistics.median(shares),
     }
     return {figure: number for figure, number in measured.items() if not math.isnan(number)}
