@@ -249,7 +249,7 @@ class Ledger:
         if step >= kept_step:
             return False
         for sql in schema.DROP_PAYLOADS:
-            self._put(sql, step)
+            self._put(sql, step, step, step)
         self.set_meta("dropped", str(step + 1))
         return True
 
@@ -268,8 +268,9 @@ class Ledger:
 
     def mark_audited(self, mark: str) -> None:
         """Write the mark of an audit, unless its newest checkpoint was rolled back meanwhile."""
-        is_valid = "json_extract(?1, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
-        self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_valid}", mark)
+        is_valid = "json_extract(mark, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
+        selected = f"SELECT 'audited', mark FROM (SELECT ? AS mark) WHERE {is_valid}"
+        self._put(f"INSERT OR REPLACE INTO meta {selected}", mark)
 
     def add_version(self, version: int, proof: str) -> None:
         """Write a published version, with the record of its weights; "" without one."""

@@ -27,14 +27,15 @@ CHECKSUM_MASK = (1 << 62) - 1
 """Mask of a checksum: the sum of two checksums fits an SQLite integer."""
 _OF_STEP = """
 group_id IN (
-  SELECT group_id FROM groups WHERE step = ?1 OR state = 'filtered'
-  AND seq > (SELECT IFNULL(MAX(seq), -1) FROM groups WHERE step = ?1 - 1)
-  AND seq <= (SELECT MAX(seq) FROM groups WHERE step = ?1))"""
+  SELECT group_id FROM groups WHERE step = ? OR state = 'filtered'
+  AND seq > (SELECT IFNULL(MAX(seq), -1) FROM groups WHERE step = ? - 1)
+  AND seq <= (SELECT MAX(seq) FROM groups WHERE step = ?))"""
 DROP_PAYLOADS = (
     f"UPDATE trajectories SET payload = NULL WHERE {_OF_STEP}",
     f"DELETE FROM prompts WHERE {_OF_STEP}",
 )
-"""SQL: drop the payloads of one step, and of groups filtered since the previous step."""
+"""SQL: drop the payloads of one step, and of groups filtered since the previous step. Each of the
+three placeholders is the step."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
