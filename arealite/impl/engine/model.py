@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -277,4 +278,27 @@ def reset(model: nn.Module) -> None:
     for root in fsdp_modules(model)[:1]:
         if hasattr(root, "reset_iter_state"):  # torch 2.13
             root.reset_iter_state()
+        else:
+            _reset_before_torch_2_13(root)
     reshard(model)
+
+
+def _reset_before_torch_2_13(root: Any) -> None:
+    """Do what `reset_iter_state` does in torch 2.13, with the private parts of 2.11 and 2.12."""
+    root_state = root._get_fsdp_state()
+    for state in root_state._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        group.finalize_backward()  # waits for collectives
+        group._training_state = TrainingState.IDLE
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):  # it was gathered before
+                param._unsharded_param.grad = None
+    root_state._comm_ctx.post_forward_order.clear()
+    root_state._state_ctx.iter_forward_root = None
+    root_state._state_ctx.post_backward_final_callback_queued = False
