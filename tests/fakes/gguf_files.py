@@ -98,7 +98,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, content: Content) -> None:
     writer.add_token_types(
         [TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens]
     )
-    writer.add_token_merges([" ".join(MERGED)])
+    writer.add_token_merges([" ".join(MERGED)] * 2)  # transformers 5.17 fails with a list of one
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)

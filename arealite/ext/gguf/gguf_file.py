@@ -25,7 +25,7 @@ from arealite.base.printable import fold
 
 PACKAGES = "gguf", "accelerate"
 """Packages with which transformers reads GGUF files."""
-FORMAT = 1
+FORMAT = 2
 """Version of the folders that this module writes; part of their names."""
 PART = re.compile(r"-\d{5}-of-\d{5}$")
 """Matches the end of the name of one file of several."""
@@ -33,6 +33,13 @@ EXACT_IN_FLOAT32 = {"F32", "F16"}
 """Tensor types of files that are written in float32. Files with any other type become bfloat16."""
 USE_SAFETENSORS = "Use a model folder with safetensors files."
 MERGE = "Merge them first: llama-gguf-split --merge FIRST_FILE WHOLE_FILE."
+SPECIAL_TOKENS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "pad_token": "padding",
+    "unk_token": "unknown",
+}
+"""The name in a GGUF file of each named special token."""
 USE_TOKENIZER = "Use a model folder with a tokenizer.json."
 ROPE_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors that change the frequencies of rotary embeddings. transformers drops them."""
@@ -308,6 +315,10 @@ def _make_tokenizer(file: Path, reader: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for name, key in SPECIAL_TOKENS.items():  # transformers 5.17 takes another token for the end
+        field = reader.fields.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
     is_byte_level = _text(reader, "tokenizer.ggml.model") == "gpt2"
     if not is_byte_level:  # the vocabulary alone splits texts
         return tokenizer
