@@ -434,4 +434,4 @@ async def test_session_beside_a_ledger_and_adapters_with_one_are_refused(
         with pytest.raises(UserError, match="serve: a ledger has the steps of one set"):
             parts.session.serve("a", model)
     with pytest.raises(UserError, match="trial 'trial' has a ledger"):
-        await arealite.session(model, servers=0, trial="trial", overrides=options)
+        await arealite.session(model, trial="trial", overrides=options)

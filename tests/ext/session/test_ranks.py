@@ -97,8 +97,7 @@ def assert_close(measured: Any, expected: Any) -> None:
 async def test_two_ranks_compute_what_one_does(opened: Open, tmp_path: Path, lora: int) -> None:
     results = list[dict[str, Any]]()
     for count in (1, 2):
-        trial = {"trial_name": f"trial-{count}"}
-        async with opened(ranks=count, lora=lora, overrides=trial) as parts:
+        async with opened(ranks=count, lora=lora) as parts:
             results.append(await trained(parts.session, tmp_path / f"export-{count}"))
             sample = (await parts.session.sample("2+3=", max_tokens=4))[0]
             assert {*sample.versions} == {1}
