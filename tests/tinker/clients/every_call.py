@@ -136,7 +136,7 @@ def main() -> None:
     seen["fresh optimizer differs"] = continued[0] != continued[2]
 
     seen["refusals"] = [
-        refusal(lambda: training.forward_backward([weighted], "gspo").result()),
+        refusal(lambda: training.forward_backward([weighted], "stable_reinforce").result()),
         refusal(lambda: service.create_lora_training_client("org/other").result()),
         refusal(lambda: service.create_sampling_client(model_path=f"{weights}x").result()),
         refusal(lambda: base.sample(prompt, 1, types.SamplingParams(stop=[])).result()),
