@@ -276,29 +276,43 @@ def reshard(model: nn.Module) -> None:
 def reset(model: nn.Module) -> None:
     """End a failed pass of sharded parameters; drop its gradients that were not reduced yet."""
     for root in fsdp_modules(model)[:1]:
+        root_state: Any = root._get_fsdp_state()
+        if root_state._is_root is None:  # it failed before its first forward pass
+            return
         if hasattr(root, "reset_iter_state"):  # torch 2.13
             root.reset_iter_state()
         else:
-            _reset_before_torch_2_13(root)
+            _reset_before_torch_2_13(root_state)
+        for state in root_state._state_ctx.all_states:
+            for group in _groups_of(state):
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):  # it was gathered before
+                        param._unsharded_param.grad = None
     reshard(model)
 
 
-def _reset_before_torch_2_13(root: Any) -> None:
-    """Do what `reset_iter_state` does in torch 2.13, with the private parts of 2.11 and 2.12."""
-    root_state = root._get_fsdp_state()
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of a sharded unit; torch 2.11 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def _reset_before_torch_2_13(root_state: Any) -> None:
+    """Do what `reset_iter_state` does in torch 2.13, with the private parts of torch 2.11."""
     for state in root_state._state_ctx.all_states:
         state._training_state = TrainingState.IDLE
         state._modules_to_run_forward.clear()
-        group = state._fsdp_param_group
-        if group is None:
-            continue
-        group.finalize_backward()  # waits for collectives
-        group._training_state = TrainingState.IDLE
-        group._partial_reduce_output = None
-        for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):  # it was gathered before
-                param._unsharded_param.grad = None
-    root_state._comm_ctx.post_forward_order.clear()
+        for group in _groups_of(state):
+            group.finalize_backward()
+            group._training_state = TrainingState.IDLE
+            group._partial_reduce_output = None
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the collectives use buffers that are freed next
+    communication = root_state._comm_ctx
+    communication.post_forward_order.clear()
+    communication.all_gather_state = None
+    communication.reduce_scatter_state = None
     root_state._state_ctx.iter_forward_root = None
     root_state._state_ctx.post_backward_final_callback_queued = False

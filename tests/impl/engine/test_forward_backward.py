@@ -113,29 +113,51 @@ def test_failed_call_leaves_no_gradient_to_the_next_update(kind: str, model: Pat
     assert equal(weights(engine), weights(fresh))
 
 
+@pytest.mark.parametrize("kind", ["float32", "sharded", "bfloat16"])
+@pytest.mark.parametrize("place", ["outputs", "first layer"])
 def test_failure_inside_a_backward_pass_leaves_no_gradient(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, place: str
 ) -> None:
+    """In the first layer, the parameters above it have a gradient already."""
     rows = make_rows()
-    for kind in ("float32", "sharded", "bfloat16"):
-        engine = engine_of(model, kind)
-        fresh = engine_of(model, kind)
+    engine = engine_of(model, kind)
+    fresh = engine_of(model, kind)
+    layers = [part for name, part in engine.module.named_modules() if name.endswith("layers.0")]
 
-        def fail(gradient: torch.Tensor) -> None:
-            raise KeyboardInterrupt
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
 
-        def interrupted(*args: Any, **options: Any) -> Any:
-            batch = args[1]
-            outputs = args[0](batch)
+    def fail_behind(layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        hidden.register_hook(fail)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        outputs = args[0](args[1])
+        if place == "outputs":
             outputs["logprobs"].register_hook(fail)
-            outputs["logprobs"].sum().backward()
+        outputs["logprobs"].sum().backward()
 
-        with monkeypatch.context() as patched:
-            patched.setattr(fsdp, "backward", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.forward_backward(rows, LOSS)
-        assert engine.train_batch(rows, LOSS) == fresh.train_batch(rows, LOSS)
-        assert equal(weights(engine), weights(fresh))
+    with monkeypatch.context() as patched:
+        patched.setattr(fsdp, "backward", interrupted)
+        hook = layers[0].register_forward_hook(fail_behind) if place == "first layer" else None
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward_backward(rows, LOSS)
+        if hook is not None:
+            hook.remove()
+    assert engine.train_batch(rows, LOSS) == fresh.train_batch(rows, LOSS)
+    assert equal(weights(engine), weights(fresh))
+
+
+@pytest.mark.parametrize("kind", ["float32", "sharded"])
+def test_failure_before_the_first_pass_is_raised_as_it_is(model: Path, kind: str) -> None:
+    rows = make_rows()
+    rows[0].temperature = 0.0
+    engine = engine_of(model, kind)
+    with pytest.raises(UserError, match="temperature"):
+        engine.forward_backward(rows, LOSS)
+    assert engine.train_batch(make_rows(), LOSS) == engine_of(model, kind).train_batch(
+        make_rows(), LOSS
+    )
 
 
 def test_update_without_a_gradient_is_refused_and_changes_nothing(model: Path) -> None:
