@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from omegaconf import OmegaConf
 
 from arealite.api.agent import agents
 from arealite.api.env import envs
@@ -87,7 +88,7 @@ def resolve(
 ) -> C:
     """Return the config of a command.
 
-    If the run needs a server, there is none, and the words do not set their number, it starts one.
+    If the run needs a server, and there is none, it starts one, unless the options say how many.
 
     Args:
         schema: The command's root config class.
@@ -112,9 +113,8 @@ def resolve(
             run = _replaced(run, option, data_path(rows, folder, option))
     if "reward" in given_parts:
         run = _with_reward(run, given_parts["reward"])
-    if _needs_server(run) and not any(word.startswith(f"{SERVERS}=") for word in user_words):
-        return _replaced(run, SERVERS, 1)
-    return run
+    has_number = any(OmegaConf.select(layer.options, SERVERS) is not None for layer in layers)
+    return _replaced(run, SERVERS, 1) if not has_number and _needs_server(run) else run
 
 
 def _replaced(config: C, key: str, value: object) -> C:

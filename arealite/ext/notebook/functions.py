@@ -49,8 +49,9 @@ def train(
 ) -> Run:
     """Train a model with the run of `arealite train`, in child processes of this one.
 
-    This process checks the input first. If there is no LLM server for the run, the run starts one.
-    When this process ends, the run writes a checkpoint and stops.
+    This process checks the input first. If there is no LLM server for the run, the run starts one,
+    unless `launcher.llm_servers` is set. When this process ends, the run writes a checkpoint and
+    stops.
 
     Args:
         config: A preset (async_ppo, ppo, sft, dpo, reward, algo/gspo, …) or a YAML file, or a list

@@ -31,7 +31,7 @@ it runs with --incremental-streaming-output."""
 
 
 class SGLangRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A request to /generate. The defaults are those of the server."""
+    """A request to /generate. Without a field, the server behaves as with its default here."""
 
     rid: str
     input_ids: list[int] | msgspec.Raw
@@ -125,7 +125,7 @@ class SGLangProtocol(ServerProtocol):
             stream=request.is_stream,
             logprob_start_len=0 if request.scores_prompt else -1,
             return_routed_experts=request.with_routing,
-            routed_experts_start_len=request.routing_start,
+            routed_experts_start_len=request.routing_start if request.with_routing else 0,
             lora_path=request.adapter,
         )
         return encode_body(body)

@@ -125,12 +125,15 @@ def test_later_config_wins(folder: Path) -> None:
     [
         ("async_ppo", {"launcher.llm_servers": 2}),
         ("async_ppo", {"launcher.llm_servers": 0}),
+        ("async_ppo", {"launcher": {"llm_servers": 0}}),
         ("async_ppo", {"llm_server.addresses": ["127.0.0.1:1"]}),
         ("async_ppo", {"trainer.ppo.publisher.type": "shared"}),
         ("sft", {}),
     ],
 )
-def test_run_gets_no_server_that_it_has_needs_not_or_refuses(config: str, overrides: Any) -> None:
+def test_run_starts_no_server_if_it_has_one_needs_none_or_says_0(
+    config: str, overrides: Any
+) -> None:
     num_servers = (overrides or {}).get("launcher.llm_servers", 0)
     assert made(config, overrides).launcher.llm_servers == num_servers
 
