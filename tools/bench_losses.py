@@ -14,7 +14,7 @@ The other experiments train the demo's model, for each seed:
 * `distillation`: the demo itself, then its trained model as the only teacher of the first one, once
   by the log-probability of each sampled token, once by the teacher's 16 most probable tokens there.
   `distill_sampled_steps_ratio` and `distill_steps_ratio` are the mean ratios of their steps to a
-  reward of 0.7 and the demo's, and `canary_share` is the share of a step in which the trainer
+  reward of 0.7 over those of the demo. `canary_share` is the share of a step in which the trainer
   scores the canary's row. A run needs two free cores for about two minutes, and a distilled one for
   longer: the teacher scores each answer.
 

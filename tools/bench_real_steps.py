@@ -12,7 +12,7 @@ Memory is the largest sum over AReaLite's processes of their PSS after the self-
 the shared memory that they map, all files of the run in /dev/shm count if these are larger.
 
     make bench-real-steps
-    .venv-peers/bin/python tools/bench_real_steps.py [--model FOLDER] [--trl 2:16:float32 …]
+    .venv-peers/bin/python tools/bench_real_steps.py [--pairs 3] [--trl 2:16:float32 …]
 
 Writes out/bench/real_steps.json. The model is SmolLM2-135M-Instruct, or FOLDER, for instance the
 export of a lesson's warm start.

@@ -91,7 +91,9 @@ def _read_input(message: Any, name: str, targets: np.ndarray) -> np.ndarray:
             f"{name}: use finite numbers of the shape of {TARGETS}, {[*targets.shape]}."
         )
     if name == SEQUENCE_MASK and not values[targets >= 0].any():
-        raise UserError(f"{name} marks no target: mark those of the sequence's ratio with 1.")
+        raise UserError(
+            f"{name} marks no target: mark with 1 each target that counts for the ratio."
+        )
     return values
 
 

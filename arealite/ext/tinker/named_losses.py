@@ -63,9 +63,10 @@ def dro(batch: LossInput, options: Options) -> Tensor:
 
 
 def gspo(batch: LossInput, options: Options) -> Tensor:
-    """Return −min(s · A, clip(s, low, high) · A), s with the gradient of the token's own log p.
+    """Return −min(s · A, clip(s, low, high) · A).
 
-    log s is the mean of log p − log q over the targets of the datum that SEQUENCE_MASK marks.
+    s has the value of the datum's ratio, and the gradient of the token's own log p. The log of the
+    ratio is the mean of log p − log q over the targets of the datum that SEQUENCE_MASK marks.
     """
     log_ratio = _log_ratio(batch)
     is_marked = (batch.fields[SEQUENCE_MASK] != 0) & (batch.fields[HAS_TARGET] > 0)
