@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -228,19 +228,23 @@ def main() -> None:
     pairs = [measure_pair(model, options) for _ in range(options.pairs)]
     state = number_of_parameters(model) * BYTES_OF_TRAINING
     measurements = {
-        "steps.ours_samples_s": median_of(BATCH / pair["ours"]["seconds"] for pair in pairs),
+        "steps.ours_samples_s": statistics.median(
+            BATCH / pair["ours"]["seconds"] for pair in pairs
+        ),
         **{
-            f"steps.trl_{setting}_samples_s": median_of(
+            f"steps.trl_{setting}_samples_s": statistics.median(
                 BATCH / pair[setting]["seconds"] for pair in pairs
             )
             for setting in options.trl
         },
-        "memory.gib": median_of(pair["ours"]["memory"] / 2**30 for pair in pairs),
-        "memory.over_training_state": median_of(pair["ours"]["memory"] / state for pair in pairs),
+        "memory.gib": statistics.median(pair["ours"]["memory"] / 2**30 for pair in pairs),
+        "memory.over_training_state": statistics.median(
+            pair["ours"]["memory"] / state for pair in pairs
+        ),
     }
     if options.trl:
         ratios = [ours_over_trl(pair, options.trl) for pair in pairs]
-        measurements["steps.ours_over_trl"] = median_of(ratios)
+        measurements["steps.ours_over_trl"] = statistics.median(ratios)
         print(f"ours over TRL, by pair: {' '.join(f'{ratio:.2f}' for ratio in ratios)}")
     figures.show(measurements, digits=2)
     figures.save("real_steps.json", measurements | {"model": str(options.model)})
@@ -265,11 +269,6 @@ def ours_over_trl(pair: Mapping[str, Mapping[str, Any]], settings: Sequence[str]
     """Return our samples/s over those of TRL's fastest setting."""
     fastest: float = min(pair[setting]["seconds"] for setting in settings)
     return fastest / pair["ours"]["seconds"]
-
-
-def median_of(values: Iterable[float]) -> float:
-    """Return the median."""
-    return statistics.median(list(values))
 
 
 if __name__ == "__main__":

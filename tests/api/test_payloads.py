@@ -170,7 +170,7 @@ def test_turn_without_a_token_and_text_that_is_no_utf8_are_refused() -> None:
         decode_segments(pack(b"", [turn(-1, 0, b"", b"", reward=1.0)]))
     payload = pack(b"1234", [turn(-1, 1, b"", b"", next_state="text")])
     garbled = msgspec.structs.replace(payload, turns=payload.turns.replace(b"text", b"te\xfft"))
-    with pytest.raises(msgspec.MsgspecError, match=r"(?i)utf-8"):
+    with pytest.raises(msgspec.DecodeError, match=r"(?i)utf-8"):
         decode_segments(garbled)
 
 

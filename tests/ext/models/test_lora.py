@@ -18,6 +18,7 @@ from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.ext.models import lora
 from arealite.impl.engine.fsdp import FSDPEngine
+from tests.fakes.peft_adapters import theirs_warns, write_peft_adapter
 from tests.families.configs import CONFIGS
 from tests.families.folders import build, write
 from tests.impl.engine.helpers import (
@@ -32,7 +33,6 @@ from tests.impl.engine.helpers import (
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("group")
-theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
 def trained(model: Path, updates: int = 3, **options: object) -> tuple[FSDPEngine, list[Sequence]]:
@@ -186,16 +186,8 @@ def test_layers_without_adapter_are_named_unless_chosen(
 
 @theirs_warns
 def test_adapter_of_peft_is_the_start_and_the_reference(model: Path, tmp_path: Path) -> None:
-    import peft
-
-    rows, config = make_rows(), peft.LoraConfig(
-        r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "down_proj"],
-        rank_pattern={"layers.1.mlp.down_proj": 2}, init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-    theirs.save_pretrained(str(tmp_path / "adapter"))
+    rows = make_rows()
+    theirs = write_peft_adapter(model, tmp_path / "adapter", alpha_pattern={})
     theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
     expected = make_engine(tmp_path / "merged").forward(rows)["logprobs"]
     engine = make_engine(model, adapter=str(tmp_path / "adapter"))

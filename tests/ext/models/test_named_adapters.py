@@ -18,11 +18,11 @@ from arealite.base.errors import UserError
 from arealite.ext.models import lora
 from arealite.ext.models.named_adapter import NamedAdapter
 from arealite.impl.engine.fsdp import FSDPEngine
+from tests.fakes.peft_adapters import theirs_warns, write_peft_adapter
 from tests.impl.engine.helpers import LOSS, make_engine, make_rows
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("group")
-theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 TRAINING = Training(
     optimizer=OptimizerConfig(warmup_steps=0, weight_decay=0.1), lr=1e-2, total_updates=10
@@ -391,23 +391,7 @@ def test_exported_adapter_loads_in_peft_with_equal_logprobs(model: Path, tmp_pat
 def test_folder_with_rank_and_alpha_patterns_is_computed_beside_others(
     model: Path, tmp_path: Path
 ) -> None:
-    import peft
-
-    config = peft.LoraConfig(
-        r=3,
-        lora_alpha=5,
-        use_rslora=True,
-        target_modules=["q_proj", "down_proj"],
-        rank_pattern={"layers.1.mlp.down_proj": 2},
-        alpha_pattern={"layers.0.self_attn.q_proj": 7},
-        lora_dropout=0.5,
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-    theirs.save_pretrained(str(tmp_path / "adapter"))
+    theirs = write_peft_adapter(model, tmp_path / "adapter", lora_dropout=0.5)
     theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
     rows = make_rows()
     expected = logprobs_of(make_engine(tmp_path / "merged"), rows)

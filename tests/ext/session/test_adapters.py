@@ -23,9 +23,8 @@ from arealite.ext.embedded.server_app import App
 from arealite.ext.session.call_loss import make_loss, weighted_rows
 from tests.ext.session.conftest import Open, Opened
 from tests.fakes.embedded import running, server_config
+from tests.fakes.peft_adapters import PATTERNS, theirs_warns, write_peft_adapter
 from tests.waiting import eventually
-
-theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 PROMPT = [5, 6, 7, 8]
 EXACT = 1e-4
@@ -340,23 +339,7 @@ async def test_adapter_with_patterns_is_trained_served_and_exported_as_peft_read
     """Layers have other ranks and alphas than the rest; the scaling is alpha / √rank."""
     import peft
 
-    patterns = {
-        "rank_pattern": {"layers.1.mlp.down_proj": 2},
-        "alpha_pattern": {"layers.0.self_attn.q_proj": 7},
-    }
-    config = peft.LoraConfig(
-        r=3,
-        lora_alpha=5,
-        use_rslora=True,
-        target_modules=["q_proj", "down_proj"],
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-        **patterns,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-    theirs.save_pretrained(str(tmp_path / "start"))
+    write_peft_adapter(model, tmp_path / "start")
     async with opened(adapters=["alice"]) as parts:
         session = parts.session
         session.add_adapter("theirs", folder=tmp_path / "start")
@@ -369,7 +352,7 @@ async def test_adapter_with_patterns_is_trained_served_and_exported_as_peft_read
         await session.export(tmp_path / "end", adapter="theirs")
     assert (report.servers, report.quarantined) == (1, [])
     written = json.loads((tmp_path / "end" / "adapter_config.json").read_text())
-    assert {name: written[name] for name in patterns} == patterns
+    assert {name: written[name] for name in PATTERNS} == PATTERNS
     base = AutoModelForCausalLM.from_pretrained(model)
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "end"))
     tokens = torch.tensor([[*PROMPT, *[11] * 4]])
