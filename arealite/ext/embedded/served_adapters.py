@@ -23,12 +23,16 @@ from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Named
 from arealite.base.errors import InvariantError, UserError
-from arealite.base.model_folder import read_headers
+from arealite.base.model_folder import Header, weight_files
 from arealite.ext.embedded.protocol import RequestRefused
-from arealite.ext.embedded.staged_versions import is_staged_in_memory
-from arealite.ext.models.adapter_folder import PREFIX, read_adapter
+from arealite.ext.embedded.staged_versions import is_staged_in_memory, map_floats
+from arealite.ext.models.adapter_folder import (
+    PREFIX,
+    read_adapter_config,
+    read_adapter_headers,
+)
 from arealite.ext.models.lora import LINEAR, with_product
-from arealite.impl.weights.tensor_names import tensor_reader
+from arealite.impl.weights.tensor_names import Tensors, tensor_reader
 
 DEFAULT = ""
 """The name of the adapter of requests that name none."""
@@ -270,38 +274,62 @@ def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
     Raises:
         RequestRefused: The folder has no plain LoRA adapter, or one of another model.
     """
+    option = f"adapter={folder}"
     try:
-        config = read_adapter(str(folder), {}, key="adapter")
+        config = read_adapter_config(folder, option)
+        headers = read_adapter_headers(folder, option)
     except UserError as error:
         raise RequestRefused(f"Failed to load adapter: {error}") from error
-    device = next(model.parameters()).device
-    headers = read_headers(folder)
-    may_change = not is_staged_in_memory(folder)
+    tensors = _read_tensors(folder, headers, next(model.parameters()).device)
+    layers = dict(model.named_modules())
     low_rank_by_layer = dict[str, LowRank]()
-    with tensor_reader(headers) as read:
-        for name in headers:
-            if not name.endswith(SIDES[0]):
-                continue
-            layer_name = name.removeprefix(PREFIX).removesuffix(SIDES[0])
-            up_name = f"{PREFIX}{layer_name}{SIDES[1]}"
-            if up_name not in headers:
-                raise RequestRefused(f"Failed to load adapter: {folder} lacks B of '{layer_name}'.")
-            down = read(name)
-            up = read(up_name)
-            _check_shapes(model, layer_name, down, up)
-            scaling = scaling_of(config, layer_name, len(down))
-            # If the file may change, the copies are checked.
-            down = down.to(device, torch.float32, copy=may_change)
-            up = up.to(device, torch.float32, copy=may_change)
-            if scaling != 1.0:
-                up = up * scaling
-            for matrix in (down, up):  # a finite sum takes a tenth of the time of isfinite
-                if not (matrix.sum().isfinite() or matrix.isfinite().all()):
-                    raise RequestRefused(f"Failed to load adapter: '{layer_name}' is not finite.")
-            low_rank_by_layer[layer_name] = LowRank(down_RI=down, up_OR=up)
-    if 2 * len(low_rank_by_layer) != len(headers):
+    for name, down in tensors.items():
+        if not name.endswith(SIDES[0]):
+            continue
+        layer_name = name.removeprefix(PREFIX).removesuffix(SIDES[0])
+        up = tensors.get(f"{PREFIX}{layer_name}{SIDES[1]}")
+        if up is None:
+            raise RequestRefused(f"Failed to load adapter: {folder} lacks B of '{layer_name}'.")
+        _check_shapes(layers.get(layer_name), layer_name, down, up)
+        scaling = scaling_of(config, layer_name, len(down))
+        if scaling != 1.0:
+            up = up * scaling
+        low_rank_by_layer[layer_name] = LowRank(down_RI=down, up_OR=up)
+    if 2 * len(low_rank_by_layer) != len(tensors):
         raise RequestRefused(f"Failed to load adapter: {folder} has other tensors than A and B.")
     return low_rank_by_layer
+
+
+def _read_tensors(
+    folder: Path,
+    headers: Mapping[str, Header],
+    device: torch.device,
+) -> Tensors:
+    """Return the tensors of an adapter, in float32 on `device`.
+
+    Raises:
+        RequestRefused: A number is not finite.
+    """
+    dtypes = {header.dtype for header in headers.values()}
+    if dtypes == {"F32"} and device.type == "cpu" and is_staged_in_memory(folder):
+        (file,) = weight_files(folder)
+        numbers, tensors = map_floats(file)
+        if _is_finite(numbers):
+            return tensors
+    else:
+        with tensor_reader(headers) as read:
+            # The file may change, so the copies are checked.
+            tensors = {name: read(name).to(device, torch.float32, copy=True) for name in headers}
+    for name, tensor in tensors.items():
+        if not _is_finite(tensor):
+            matrix = name.removeprefix(PREFIX)
+            raise RequestRefused(f"Failed to load adapter: '{matrix}' is not finite.")
+    return tensors
+
+
+def _is_finite(numbers: Tensor) -> bool:
+    """Return whether all numbers are finite; a finite sum takes a tenth of the time of isfinite."""
+    return bool(numbers.sum().isfinite() or numbers.isfinite().all())
 
 
 def scaling_of(config: Mapping[str, Any], layer_name: str, rank: int) -> float:
@@ -321,7 +349,7 @@ def scaling_of(config: Mapping[str, Any], layer_name: str, rank: int) -> float:
 
 
 def _check_shapes(
-    model: nn.Module,
+    layer: nn.Module | None,
     layer_name: str,
     down: Tensor,
     up: Tensor,
@@ -331,10 +359,6 @@ def _check_shapes(
     Raises:
         RequestRefused: It does not fit.
     """
-    try:
-        layer = model.get_submodule(layer_name)
-    except AttributeError:
-        layer = None
     if not isinstance(layer, LINEAR):
         raise RequestRefused(f"Failed to load adapter: no linear layer is named '{layer_name}'.")
     num_outputs, num_inputs = layer.weight.shape

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import Shapes, read_json, read_shapes
+from arealite.base.model_folder import Header, Shapes, read_headers, read_json
 
 PREFIX = "base_model.model."
 """Begins the names of tensors in a folder of peft."""
@@ -75,14 +75,34 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
 
     Args:
         path: The folder.
-        model: Shapes of the tensors of the model that it adapts; {}: unknown.
+        model: Shapes of the tensors of the model that it adapts.
 
     Raises:
         UserError: The folder has no plain LoRA adapter, or the adapter is of another model.
     """
-    folder = Path(path).expanduser()
-    config = read_json(folder, "adapter_config.json")
     option = f"{key}={path}"
+    folder = Path(path).expanduser()
+    config = read_adapter_config(folder, option)
+    for name, header in read_adapter_headers(folder, option).items():
+        module_name = name.removeprefix(PREFIX).removesuffix(".weight")
+        layer, _, side = module_name.rpartition(".")
+        axis = SHARED_AXIS.get(side)
+        layer_shape = model.get(f"{layer}.weight")
+        if axis is not None and layer_shape and header.shape[axis] not in layer_shape:
+            raise UserError(
+                f"{option}: {name} has shape {header.shape}, "
+                f"but {layer} {[*layer_shape]} in model.path."
+            )
+    return config
+
+
+def read_adapter_config(folder: Path, option: str) -> dict[str, Any]:
+    """Return the adapter_config.json of an adapter folder; `option` names the folder in errors.
+
+    Raises:
+        UserError: It is not that of a plain LoRA adapter.
+    """
+    config = read_json(folder, "adapter_config.json")
     if config.get("peft_type") != "LORA":
         raise UserError(
             f"{option} is no LoRA adapter that peft wrote. "
@@ -99,22 +119,22 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
             f"{option} has {first}={config[first]}. "
             "Only plain LoRA is supported: merge this adapter into a model folder."
         )
+    return config
+
+
+def read_adapter_headers(folder: Path, option: str) -> dict[str, Header]:
+    """Return the header of each tensor of an adapter folder; `option` names the folder in errors.
+
+    Raises:
+        UserError: It has no tensors.
+    """
     try:
-        shapes = read_shapes(folder)
+        headers = read_headers(folder)
     except RoleError as error:
         raise UserError(f"{option}: {error}") from error
-    if not shapes:
+    if not headers:
         raise UserError(f"{option} has no adapter_model.safetensors. Save the adapter with peft.")
-    for name, shape in shapes.items():
-        module_name = name.removeprefix(PREFIX).removesuffix(".weight")
-        layer, _, side = module_name.rpartition(".")
-        axis = SHARED_AXIS.get(side)
-        layer_shape = model.get(f"{layer}.weight")
-        if axis is not None and layer_shape and shape[axis] not in layer_shape:
-            raise UserError(
-                f"{option}: {name} has shape {shape}, but {layer} {[*layer_shape]} in model.path."
-            )
-    return config
+    return headers
 
 
 def _unsupported_fields(config: dict[str, Any]) -> list[str]:

@@ -59,6 +59,7 @@ class Adapters(EngineExtension):
         self._rows.attach(self._module)
         self.own_parameters = lora.adapter_names(self._module)
         self.file_names = lora.file_names(self._module)
+        self._owners = lora.parameter_owners(self._module) if self._has_default else {}
 
     def first_value(
         self,
@@ -161,8 +162,8 @@ class Adapters(EngineExtension):
 
     def stream_adapter(self, full: Full) -> Iterator[Named]:
         """Yield the adapter's matrices."""
-        if self._has_default:
-            yield from lora.matrices(self._module, full)
+        for name, (owner, attribute) in self._owners.items():
+            yield name, full(getattr(owner, attribute).detach())
 
     def export(self, folder: Path | None, full: Full) -> None:
         """Write `adapter/` for peft."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from arealite.api.engine import Head, Named
+from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.engine_extension import Full
 from arealite.base.errors import UserError, one_line
@@ -271,18 +271,26 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 def trained_parameters(module: nn.Module, key: str = DEFAULT) -> dict[str, nn.Parameter]:
-    """Return the parameters of an adapter by their names in peft's file.
+    """Return the parameters of an adapter by their names in peft's file."""
+    owners = parameter_owners(module, key)
+    return {name: getattr(owner, place) for name, (owner, place) in owners.items()}
 
-    Those of the default adapter include a value head.
+
+def parameter_owners(module: nn.Module, key: str = DEFAULT) -> dict[str, tuple[nn.Module, str]]:
+    """Return module and attribute of each parameter of an adapter, by its name in peft's file.
+
+    The parameters of the default adapter include a value head.
     """
-    params = dict[str, nn.Parameter]()
+    owners = dict[str, tuple[nn.Module, str]]()
     matrices = _matrices(module, key)
     for name, param in module.named_parameters():
         is_head = key == DEFAULT and param.requires_grad and ADAPTER not in name
         if name in matrices or is_head:
             layer, _, place = name.rpartition(f".{key}.")
-            params[f"{PREFIX}{layer}.{place}" if layer else f"{PREFIX}{name}"] = param
-    return params
+            peft_name = f"{PREFIX}{layer}.{place}" if layer else f"{PREFIX}{name}"
+            owner_name, _, attribute = name.rpartition(".")
+            owners[peft_name] = module.get_submodule(owner_name), attribute
+    return owners
 
 
 def adapter_names(module: nn.Module) -> frozenset[str]:
@@ -384,12 +392,6 @@ def with_product(
     if is_transposed:
         return weight.addmm(down.T, up.T, alpha=scaling)
     return weight.addmm(up, down, alpha=scaling)
-
-
-def matrices(module: nn.Module, full: Full, key: str = DEFAULT) -> Iterator[Named]:
-    """Yield (name in peft's file, full tensor) of each parameter of an adapter."""
-    for name, param in trained_parameters(module, key).items():
-        yield name, full(param.detach())
 
 
 def config_fields(config: Any, base: Path) -> dict[str, object]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from arealite.api.engine import Named, TrainEngine
 from arealite.api.experiment_config import ExperimentConfig
@@ -23,7 +22,7 @@ from arealite.base.folder_checks import check_address
 from arealite.base.host import return_free_memory
 from arealite.base.model_folder import read_shapes
 from arealite.base.trial_files import TMPFS
-from arealite.impl.engine.hf_folder import copy_small_files, write_weights
+from arealite.impl.engine.hf_folder import copy_small_files, write_floats, write_weights
 from arealite.impl.publisher.control import ServerControl, ServerRefusal
 from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
 from arealite.system.names.name_registry import Entry
@@ -107,7 +106,7 @@ class DiskPublisher(ServersPublisher):
             self.shapes = {name: shapes[name] for name in shapes.keys() - self.unused}
 
         def write(folder: Path) -> None:
-            save_file(tensors, folder / "adapter_model.safetensors")
+            write_floats(folder / "adapter_model.safetensors", tensors)
             config = json.dumps(self._adapter_config)
             (folder / ADAPTER_CONFIG).write_text(config)
 

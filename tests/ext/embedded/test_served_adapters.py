@@ -26,6 +26,7 @@ from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.served_adapters import read_low_rank, scaling_of
 from arealite.ext.embedded.weight_loading import load_model
+from arealite.impl.engine.hf_folder import write_floats
 from tests.ext.embedded.adapter_runs import AdapterRun, adapter_folder
 from tests.fakes.embedded import Brake, running, server_config
 from tests.models import tiny_model
@@ -262,6 +263,29 @@ def test_adapter_that_is_staged_in_memory_is_not_copied_and_survives_its_files(
         assert np.abs(np.array(done.logprobs) - expected[-len(done.output) :]).max() < 2e-5
 
 
+@pytest.mark.parametrize("name", ["a", "ab", "a" * 7, "a" * 8, "ä"])
+def test_file_of_floats_is_that_of_safetensors(name: str, tmp_path: Path) -> None:
+    tensors = {
+        f"{name}.0": torch.arange(15.0).view(3, 5),
+        f"{name}.1": torch.arange(15.0, 30.0).view(5, 3).T,
+        f"{name}.2": torch.empty(0, 4),
+        f"{name}.3": torch.tensor([30.0], dtype=torch.bfloat16),
+    }
+    write_floats(tmp_path / "ours", tensors)
+    save_file(
+        {name: tensor.float().contiguous() for name, tensor in tensors.items()},
+        tmp_path / "theirs",
+        metadata={"format": "pt"},
+    )
+    for file in ("ours", "theirs"):
+        numbers, mapped = staged_versions.map_floats(tmp_path / file)
+        assert mapped.keys() == tensors.keys()
+        assert sorted(numbers.tolist()) == [*range(31)]
+        for key, tensor in load_file(tmp_path / file).items():
+            assert torch.equal(tensor, tensors[key].float())
+            assert torch.equal(mapped[key], tensor)
+
+
 async def test_adapter_is_replaced_while_requests_of_others_go_on(
     model: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
@@ -326,6 +350,7 @@ async def test_adapter_is_replaced_while_requests_of_others_go_on(
         assert "not those of an adapter's base" in (await load("a", adapters[0], "1"))["message"]
 
 
+@pytest.mark.parametrize("is_staged_in_memory", [False, True])
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -333,16 +358,25 @@ async def test_adapter_is_replaced_while_requests_of_others_go_on(
         ({"config": {"use_dora": True}}, "has use_dora=True"),
         ({"rename": "model.layers.0.self_attn.r_proj"}, "no linear layer is named"),
         ({"rename": "model.layers.0.mlp.down_proj"}, "has shapes"),
-        ({"has_nan": True}, "is not finite"),
+        ({"has_nan": True}, "'model.layers.0.self_attn.q_proj.lora_A.weight' is not finite"),
         ({"drop": ".lora_B."}, "lacks B of"),
         ({"drop": ".lora_A."}, "has other tensors than A and B"),
     ],
 )
 def test_adapter_of_another_kind_or_model_is_refused(
-    fault: dict[str, Any], says: str, model: Path, adapters: list[Path], tmp_path: Path
+    fault: dict[str, Any],
+    says: str,
+    is_staged_in_memory: bool,
+    model: Path,
+    adapters: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(staged_versions, "TMPFS", tmp_path)
+    folder = tmp_path / ("arealite-0-1-x/v1" if is_staged_in_memory else "v1")
+    folder.mkdir(parents=True)
     config = json.loads((adapters[0] / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | fault.get("config", {})))
+    (folder / "adapter_config.json").write_text(json.dumps(config | fault.get("config", {})))
     tensors = load_file(adapters[0] / "adapter_model.safetensors")
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     if "rename" in fault:
@@ -352,13 +386,13 @@ def test_adapter_of_another_kind_or_model_is_refused(
         }
     if "has_nan" in fault:
         name = f"{layer}.lora_A.weight"
-        tensors[name] = torch.full_like(tensors[name], float("nan"))
+        tensors[name][0, 0] = float("nan")
     if "drop" in fault:
         tensors.pop(f"{layer}{fault['drop']}weight")
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    save_file(tensors, folder / "adapter_model.safetensors")
     served, _ = load_model(str(model), dtype="float32", device="cpu")
     with pytest.raises(RequestRefused, match=says):
-        read_low_rank(served, tmp_path)
+        read_low_rank(served, folder)
 
 
 def test_scaling_follows_the_patterns_of_peft() -> None:
