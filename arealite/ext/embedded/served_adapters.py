@@ -23,15 +23,16 @@ from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Named
 from arealite.base.errors import InvariantError, UserError
-from arealite.base.model_folder import Header, weight_files
+from arealite.base.model_folder import Header
 from arealite.ext.embedded.protocol import RequestRefused
-from arealite.ext.embedded.staged_versions import is_staged_in_memory, map_floats
+from arealite.ext.embedded.staged_versions import is_staged_in_memory
 from arealite.ext.models.adapter_folder import (
     PREFIX,
     read_adapter_config,
     read_adapter_headers,
 )
 from arealite.ext.models.lora import LINEAR, with_product
+from arealite.impl.weights.float_file import map_floats
 from arealite.impl.weights.tensor_names import Tensors, tensor_reader
 
 DEFAULT = ""
@@ -275,6 +276,7 @@ def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
         RequestRefused: The folder has no plain LoRA adapter, or one of another model.
     """
     option = f"adapter={folder}"
+    folder = folder.expanduser()
     try:
         config = read_adapter_config(folder, option)
         headers = read_adapter_headers(folder, option)
@@ -294,6 +296,7 @@ def read_low_rank(model: nn.Module, folder: Path) -> LowRankByLayer:
         scaling = scaling_of(config, layer_name, len(down))
         if scaling != 1.0:
             up = up * scaling
+            _check_finite(up, f"{layer_name} with its scaling")
         low_rank_by_layer[layer_name] = LowRank(down_RI=down, up_OR=up)
     if 2 * len(low_rank_by_layer) != len(tensors):
         raise RequestRefused(f"Failed to load adapter: {folder} has other tensors than A and B.")
@@ -305,15 +308,16 @@ def _read_tensors(
     headers: Mapping[str, Header],
     device: torch.device,
 ) -> Tensors:
-    """Return the tensors of an adapter, in float32 on `device`.
+    """Return the tensors of an adapter, in float32 on `device`; map them if they are staged.
 
     Raises:
         RequestRefused: A number is not finite.
     """
-    dtypes = {header.dtype for header in headers.values()}
-    if dtypes == {"F32"} and device.type == "cpu" and is_staged_in_memory(folder):
-        (file,) = weight_files(folder)
-        numbers, tensors = map_floats(file)
+    files = {header.file for header in headers.values()}
+    is_float32 = all(header.dtype == "F32" for header in headers.values())
+    is_mappable = is_float32 and len(files) == 1 and device.type == "cpu"
+    if is_mappable and is_staged_in_memory(folder):
+        numbers, tensors = map_floats(files.pop())
         if _is_finite(numbers):
             return tensors
     else:
@@ -321,10 +325,14 @@ def _read_tensors(
             # The file may change, so the copies are checked.
             tensors = {name: read(name).to(device, torch.float32, copy=True) for name in headers}
     for name, tensor in tensors.items():
-        if not _is_finite(tensor):
-            matrix = name.removeprefix(PREFIX)
-            raise RequestRefused(f"Failed to load adapter: '{matrix}' is not finite.")
+        _check_finite(tensor, name.removeprefix(PREFIX))
     return tensors
+
+
+def _check_finite(matrix: Tensor, name: str) -> None:
+    """Raise RequestRefused if a number is not finite."""
+    if not _is_finite(matrix):
+        raise RequestRefused(f"Failed to load adapter: '{name}' is not finite.")
 
 
 def _is_finite(numbers: Tensor) -> bool:

@@ -1,12 +1,8 @@
-"""Finds the versions that a publisher of this host has staged in memory, and maps their tensors."""
+"""Tells whether a folder is a version that a publisher of this host has staged in memory."""
 
-import json
 from pathlib import Path
 
-import torch
-
 from arealite.base.trial_files import TMPFS
-from arealite.impl.weights.tensor_names import Tensors
 
 
 def is_staged_in_memory(folder: Path) -> bool:
@@ -19,23 +15,3 @@ def is_staged_in_memory(folder: Path) -> bool:
         return False
     parents = folder.relative_to(TMPFS).parts[:-1]
     return bool(parents) and parents[0].startswith("arealite-")
-
-
-def map_floats(file: Path) -> tuple[torch.Tensor, Tensors]:
-    """Map a safetensors file of float32 tensors to memory; safe_open takes longer for small ones.
-
-    Returns:
-        (all its numbers [N], its tensors by name, which are views of them).
-    """
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(header_bytes))
-    header.pop("__metadata__", None)
-    size = file.stat().st_size // 4
-    words = torch.from_file(str(file), shared=False, size=size, dtype=torch.float32)
-    numbers = words[2 + header_bytes // 4 :]
-    tensors = Tensors()
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = numbers[begin // 4 : end // 4].view(entry["shape"])
-    return numbers, tensors

@@ -70,17 +70,17 @@ def counted(names: Iterable[str]) -> str:
     return ", ".join(f"{name} ×{count}" for name, count in Counter(names).items())
 
 
-def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[str, Any]:
-    """Check the adapter folder that option `key` names; return its adapter_config.json.
+def read_adapter(path: str, model: Shapes) -> dict[str, Any]:
+    """Check the adapter folder that `model.adapter` names; return its adapter_config.json.
 
     Args:
         path: The folder.
-        model: Shapes of the tensors of the model that it adapts.
+        model: Shapes of the tensors of the model that it adapts; {}: unknown.
 
     Raises:
         UserError: The folder has no plain LoRA adapter, or the adapter is of another model.
     """
-    option = f"{key}={path}"
+    option = f"model.adapter={path}"
     folder = Path(path).expanduser()
     config = read_adapter_config(folder, option)
     for name, header in read_adapter_headers(folder, option).items():

@@ -40,6 +40,8 @@ class Adapters(EngineExtension):
         self._rows = AdapterRows()
         self._values = dict[str, torch.Tensor]()
         """Values of the default adapter in `forward`; {}: those of the parameters."""
+        self._owners = dict[str, tuple[torch.nn.Module, str]]()
+        """Module and attribute of each parameter of the default adapter, by its name in files."""
         self._has_default = bool(setup.config.lora.rank or setup.adapter)
         if self._has_default:
             self._inject_default()
@@ -59,7 +61,8 @@ class Adapters(EngineExtension):
         self._rows.attach(self._module)
         self.own_parameters = lora.adapter_names(self._module)
         self.file_names = lora.file_names(self._module)
-        self._owners = lora.parameter_owners(self._module) if self._has_default else {}
+        if self._has_default:
+            self._owners = lora.parameter_owners(self._module)
 
     def first_value(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -22,12 +22,12 @@ from arealite.api.engine_config import LoRAConfig
 from arealite.api.engine_extension import Full
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
-from arealite.base.files import follow_umask
 from arealite.base.log import get
 from arealite.base.model_folder import ModelTensors, weight_files
 from arealite.ext.models.adapter_folder import EXPERTS, PREFIX, counted
 from arealite.impl.engine.loading import fill
 from arealite.impl.engine.model import decoder_of
+from arealite.impl.weights.float_file import write_floats
 
 log = get(__name__)
 BASE = ".base_layer."
@@ -273,7 +273,7 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 def trained_parameters(module: nn.Module, key: str = DEFAULT) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter by their names in peft's file."""
     owners = parameter_owners(module, key)
-    return {name: getattr(owner, place) for name, (owner, place) in owners.items()}
+    return {name: getattr(owner, attribute) for name, (owner, attribute) in owners.items()}
 
 
 def parameter_owners(module: nn.Module, key: str = DEFAULT) -> dict[str, tuple[nn.Module, str]]:
@@ -412,9 +412,7 @@ def write(
 ) -> None:
     """Write an adapter of `base` for peft."""
     folder.mkdir(exist_ok=True)
-    file = folder / "adapter_model.safetensors"
-    save_file(tensors, file, metadata={"format": "pt"})
-    follow_umask([file])
+    write_floats(folder / "adapter_model.safetensors", tensors)
     config.base_model_name_or_path = str(base)
     config.save_pretrained(folder)
 

@@ -5,7 +5,7 @@ Exports and published versions are both written by these functions, so they hold
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -77,29 +77,6 @@ def write_weights(
     }
     index_file = folder / "model.safetensors.index.json"
     index_file.write_text(json.dumps(index, indent=2))
-
-
-def write_floats(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors on the CPU to a safetensors file, in float32.
-
-    With hundreds of small tensors, `save_file` takes twice as long.
-    """
-    header = dict[str, object]()
-    end = 0
-    for name, tensor in tensors.items():
-        begin = end
-        end += 4 * tensor.numel()
-        header[name] = {
-            "dtype": "F32",
-            "shape": [*tensor.shape],
-            "data_offsets": [begin, end],
-        }
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with file.open("wb") as opened:
-        opened.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            opened.write(tensor.float().contiguous().numpy().data)
 
 
 def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

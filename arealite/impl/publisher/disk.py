@@ -22,9 +22,10 @@ from arealite.base.folder_checks import check_address
 from arealite.base.host import return_free_memory
 from arealite.base.model_folder import read_shapes
 from arealite.base.trial_files import TMPFS
-from arealite.impl.engine.hf_folder import copy_small_files, write_floats, write_weights
+from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl, ServerRefusal
 from arealite.impl.publisher.servers import ServersPublisher, ServersUpdate
+from arealite.impl.weights.float_file import write_floats
 from arealite.system.names.name_registry import Entry
 
 logger = log.get(__name__)

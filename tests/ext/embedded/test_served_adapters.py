@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from arealite.ext.embedded import staged_versions
+from arealite.ext.embedded import served_adapters, staged_versions
 from arealite.ext.embedded.cache_decoder import CacheDecoder
 from arealite.ext.embedded.decoder import BaseDecoder, Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.served_adapters import read_low_rank, scaling_of
 from arealite.ext.embedded.weight_loading import load_model
-from arealite.impl.engine.hf_folder import write_floats
+from arealite.impl.weights.float_file import map_floats, write_floats
 from tests.ext.embedded.adapter_runs import AdapterRun, adapter_folder
 from tests.fakes.embedded import Brake, running, server_config
 from tests.models import tiny_model
@@ -263,13 +263,13 @@ def test_adapter_that_is_staged_in_memory_is_not_copied_and_survives_its_files(
         assert np.abs(np.array(done.logprobs) - expected[-len(done.output) :]).max() < 2e-5
 
 
-@pytest.mark.parametrize("name", ["a", "ab", "a" * 7, "a" * 8, "ä"])
+@pytest.mark.parametrize("name", [*map("a".__mul__, range(1, 9)), "ä"])  # every padding
 def test_file_of_floats_is_that_of_safetensors(name: str, tmp_path: Path) -> None:
     tensors = {
-        f"{name}.0": torch.arange(15.0).view(3, 5),
-        f"{name}.1": torch.arange(15.0, 30.0).view(5, 3).T,
-        f"{name}.2": torch.empty(0, 4),
-        f"{name}.3": torch.tensor([30.0], dtype=torch.bfloat16),
+        name: torch.arange(15.0).view(3, 5),
+        "1": torch.arange(15.0, 30.0).view(5, 3).T,
+        "2": torch.empty(0, 4),
+        "3": torch.tensor([30.0], dtype=torch.bfloat16),
     }
     write_floats(tmp_path / "ours", tensors)
     save_file(
@@ -278,7 +278,7 @@ def test_file_of_floats_is_that_of_safetensors(name: str, tmp_path: Path) -> Non
         metadata={"format": "pt"},
     )
     for file in ("ours", "theirs"):
-        numbers, mapped = staged_versions.map_floats(tmp_path / file)
+        numbers, mapped = map_floats(tmp_path / file)
         assert mapped.keys() == tensors.keys()
         assert sorted(numbers.tolist()) == [*range(31)]
         for key, tensor in load_file(tmp_path / file).items():
@@ -356,9 +356,15 @@ async def test_adapter_is_replaced_while_requests_of_others_go_on(
     [
         ({"config": {"peft_type": "IA3"}}, "is no LoRA adapter that peft wrote"),
         ({"config": {"use_dora": True}}, "has use_dora=True"),
+        ({"config": {"lora_alpha": float("inf")}}, "scaling' is not finite"),
+        (
+            {"config": {"alpha_pattern": {"q_proj": float("nan")}}},
+            "scaling' is not finite",
+        ),
         ({"rename": "model.layers.0.self_attn.r_proj"}, "no linear layer is named"),
         ({"rename": "model.layers.0.mlp.down_proj"}, "has shapes"),
-        ({"has_nan": True}, "'model.layers.0.self_attn.q_proj.lora_A.weight' is not finite"),
+        ({"number": float("inf")}, "is not finite"),
+        ({"number": float("nan")}, "'model.layers.0.self_attn.q_proj.lora_A.weight' is not finite"),
         ({"drop": ".lora_B."}, "lacks B of"),
         ({"drop": ".lora_A."}, "has other tensors than A and B"),
     ],
@@ -384,15 +390,21 @@ def test_adapter_of_another_kind_or_model_is_refused(
             name.replace(layer, f"base_model.model.{fault['rename']}"): tensor
             for name, tensor in tensors.items()
         }
-    if "has_nan" in fault:
+    if "number" in fault:
         name = f"{layer}.lora_A.weight"
-        tensors[name][0, 0] = float("nan")
+        tensors[name][0, 0] = fault["number"]
     if "drop" in fault:
         tensors.pop(f"{layer}{fault['drop']}weight")
     save_file(tensors, folder / "adapter_model.safetensors")
     served, _ = load_model(str(model), dtype="float32", device="cpu")
+    mapped = list[Path]()
+    monkeypatch.setattr(
+        served_adapters, "map_floats", lambda file: mapped.append(file) or map_floats(file)
+    )
     with pytest.raises(RequestRefused, match=says):
         read_low_rank(served, folder)
+    if "finite" in says:
+        assert bool(mapped) == is_staged_in_memory
 
 
 def test_scaling_follows_the_patterns_of_peft() -> None:

@@ -340,9 +340,11 @@ def test_default_adapter_is_saved_without_the_others(model: Path, tmp_path: Path
 def test_removed_adapter_leaves_no_trace_and_can_be_added_again(model: Path) -> None:
     engine = make_engine(model, lora=LoRAConfig(rank=3))
     before = engine.fingerprint()
+    default = dict(engine.stream_adapter())
     rows = assigned(["alice"])
     for _ in range(2):
         adapters = add(engine, "alice", "bob")
+        assert_equal(dict(engine.stream_adapter()), default)
         own = values(adapters["alice"])
         engine.forward_backward(rows, LOSS)
         adapters["alice"].optim_step()
@@ -364,6 +366,7 @@ def test_exported_adapter_loads_in_peft_with_equal_logprobs(model: Path, tmp_pat
     import peft
 
     engine = frozen_base(model)
+    assert dict(engine.stream_adapter()) == {}
     adapters = add(engine, *NAMES)
     rows = make_rows(4, temperature=1.0)
     for name, adapter in adapters.items():
