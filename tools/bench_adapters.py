@@ -172,7 +172,7 @@ def main() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     shared_memory = TMPFS if TMPFS.is_dir() else None  # where servers of this host get weights
-    with tempfile.TemporaryDirectory(dir=shared_memory) as name:
+    with tempfile.TemporaryDirectory(dir=shared_memory, prefix="arealite-") as name:
         folder = Path(name)
         model = folder / "model"
         model.symlink_to(options.model.resolve())
