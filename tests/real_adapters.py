@@ -111,7 +111,10 @@ class RealAdapterRun:
         client = ServersClient(self.config, LLMClientConfig(servers=limits))
         await client.start()
         (server,) = client._router.servers.values()
-        await eventually(lambda: server.adapter == self.control.adapter, "the label of the entry")
+        await eventually(
+            lambda: server.policy_adapter == self.control.adapter,
+            "the label of the entry",
+        )
         has_begun = asyncio.Event()
         requests = [
             LLMRequest(
