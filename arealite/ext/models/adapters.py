@@ -54,6 +54,7 @@ class Adapters(EngineExtension):
         if dist.get_rank() == 0:
             lora.report(self._module, [] if self._folder else options.targets)
         self.adapter_config = lora.config_fields(self._config, self._source.resolve())
+        self._owners = lora.parameter_owners(self._module)
         self._note_layers()
 
     def _note_layers(self) -> None:
@@ -61,8 +62,6 @@ class Adapters(EngineExtension):
         self._rows.attach(self._module)
         self.own_parameters = lora.adapter_names(self._module)
         self.file_names = lora.file_names(self._module)
-        if self._has_default:
-            self._owners = lora.parameter_owners(self._module)
 
     def first_value(
         self,
