@@ -46,7 +46,12 @@ def recording(folder: Path) -> Iterator[vitals.Recorder]:
 
 @pytest.fixture(autouse=True)
 def empty_tables(monkeypatch) -> Iterator[None]:
-    """Hide the waits and event loops of other tests."""
+    """Hide the waits and event loops of other tests, and end a recorder that one of them left.
+
+    Its next beat would reset the measured lag.
+    """
+    if vitals._recorder is not None:
+        vitals._recorder.close()
     monkeypatch.setattr(vitals, "loops", [])
     monkeypatch.setattr(vitals, "_recorder", None)
     monkeypatch.setattr(waits, "table", set())
