@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arealite.api.publisher import DiskPublisherConfig, PublishReport
-from arealite.base.errors import RoleError
+from arealite.base.errors import UserError
 from arealite.ext.distributed.distributed_publisher import DistributedPublisher
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.control import ServerControl
@@ -218,7 +218,7 @@ def test_mismatched_tensors_are_not_sent(publisher_setup: PublisherSetup, way: A
     publisher, server = publisher_setup.make(way), publisher_setup.servers[0]
     for name, tensor in (("model.norm.weight", torch.zeros(7)), ("model.new", torch.zeros(2))):
         weights = load_file(Path(publisher_setup.models[1]) / "model.safetensors") | {name: tensor}
-        with pytest.raises(RoleError, match=f"tensor '{name}'"):
+        with pytest.raises(UserError, match=f"tensor '{name}'"):
             publisher.stage(1, iter(weights.items()))
     assert version(server) == "default"
     assert server.post("/end_weight_update")[0] == 400, "no session was opened"

@@ -141,7 +141,7 @@ def test_invalid_argument_exits_with_the_servers_error(tmp_path: Path, model: Pa
     try:
         assert wrapper.process.wait(START_S) == 2
         shown = wrapper.shown.read_text()
-        error = shown[shown.index("error: llm_server http://127.0.0.1:") :]
+        error = shown[shown.index("error: llm_server-127.0.0.1-") :]
         assert "died (" in error and "Its last lines (" in error
         assert "unrecognized arguments: --no-such-argument" in error, "SGLang's own words"
         assert wrapper.name() is None
@@ -171,6 +171,8 @@ def test_registry_entry_of_a_healthy_server_follows_its_state(wrapper: Wrapper, 
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 64,
+        "protocol": "sglang",
+        "dtype": "float32",
         "context_length": 494,  # the longest prompt that SGLang accepts
         "version": "default",
         "host": "127.0.0.1",
