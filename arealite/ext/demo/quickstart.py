@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def teach(options: argparse.Namespace) -> int:
     """Run a lesson with a small pretrained model; return the exit code."""
     outputs.protect()
-    from arealite.ext.demo import lesson_command
+    from arealite.ext.demo import lesson_command, real_models
 
     lesson_command.check_words(options.words)
     name = options.lesson or DEFAULT_LESSON
@@ -89,7 +89,7 @@ def teach(options: argparse.Namespace) -> int:
         chosen,
         model=folder,
         seed=options.seed,
-        words=options.words,
+        words=[*real_models.SOURCES[options.model].training_options, *options.words],
     )
     return lesson_run.run()
 

@@ -260,6 +260,9 @@ def test_quickstart_with_a_model_runs_the_lesson(
     assert run.lesson is find_lesson("sums")
     assert (run.model, run.seed, run.words) == (tmp_path / "smollm2", 5, ["a=1"])
     assert run.folder == Path("runs/sums-seed5")
+    gemma = ["quickstart", "--model", "gemma3-270m", "--accept-license", "trainer.ppo.lr=1e-6"]
+    cli.main(gemma)
+    assert runs[1].words == ["trainer.ppo.lr=4e-6", "trainer.ppo.lr=1e-6"], "the user's is last"
 
 
 @pytest.mark.parametrize(
