@@ -112,7 +112,7 @@ class RealAdapterRun:
         await client.start()
         (server,) = client._router.servers.values()
         await eventually(
-            lambda: server.policy_adapter == self.control.adapter,
+            lambda: server.version_name("") == self.control.adapter,
             "the label of the entry",
         )
         has_begun = asyncio.Event()

@@ -35,6 +35,10 @@ class Training:
     """Optimizer updates after which the schedule ends."""
 
 
+NAMED_RANK = 32
+"""Rank of an adapter by name, if there is no default adapter."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Low-rank adapters (peft) on a frozen model."""

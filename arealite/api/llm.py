@@ -176,6 +176,19 @@ class LLMClient(ABC):
     async def close(self) -> None:  # noqa: B027  (optional hook)
         """Close connections."""
 
+    async def switch_adapter(  # noqa: B027  (optional hook)
+        self, server_id: str, adapter: str, label: str
+    ) -> None:
+        """Abort the requests for an adapter at a server that name another version of it.
+
+        They continue under the new name, as later requests do.
+
+        Args:
+            server_id: The id of the server's entry.
+            adapter: The adapter.
+            label: The name of its newest version there, as in "up@3"; "-1": no version.
+        """
+
     def stats(self) -> dict[str, float]:
         """Return counters since the start; the keys are metric names without `client/`."""
         return {}

@@ -23,6 +23,8 @@ DEFAULT_PROTOCOL = "sglang"
 ADAPTER = "policy-"
 """Begins the name of an adapter that is a version of the policy: `policy-7` is version 7. A server
 that serves a version so has this name as its version label, and requests must name it."""
+MARK = "@"
+"""Stands between the name of another adapter and its version: `up@3` is version 3 of `up`."""
 Json = dict[str, Any]
 Load = dict[str, int]
 """Numbers of requests: "running" and "waiting", and "capacity" (0: unknown)."""
@@ -235,13 +237,18 @@ def adapter_name(version: int) -> str:
 def adapter_of(label: str | int | None) -> str:
     """Return the adapter that requests to a server with a version label must name; "" for none."""
     name = str(label)
-    is_adapter = name.startswith(ADAPTER) and version_text(name).isdigit()
+    is_adapter = name.startswith(ADAPTER) and name.removeprefix(ADAPTER).isdigit()
     return name if is_adapter else ""
 
 
+def name_with_version(adapter: str, version: int) -> str:
+    """Return the name of a version of an adapter at a server that has a name for each version."""
+    return f"{adapter}{MARK}{version}"
+
+
 def version_text(label: str | int | None) -> str:
-    """Return the version in a label, without the prefix of an adapter."""
-    return str(label).removeprefix(ADAPTER)
+    """Return the version in a label, without the name of an adapter."""
+    return str(label).rpartition(MARK)[2].removeprefix(ADAPTER)
 
 
 def part_of_entry(group: str, entry: Mapping[str, Any]) -> Any:

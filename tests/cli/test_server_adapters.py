@@ -74,6 +74,24 @@ def test_vllm_starts_with_the_next_rank_that_it_has(run: Callable[..., Experimen
     assert warnings(config) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("sglang", ["--max-lora-rank 32", "--max-loras-per-batch 9"]),
+        ("vllm", ["--max-lora-rank=32", "--max-loras=8"]),
+    ],
+)
+def test_servers_of_a_session_take_several_adapters_by_name(
+    run: Callable[..., ExperimentConfig], kind: str, options: list[str]
+) -> None:
+    config = run(kind, SERVERS, f"{LORA}.only_named=true")
+    text = " ".join(command(configs.own_server(config)))
+    assert all(option in text for option in options), text
+    assert warnings(config) == []
+    words = ["launcher.llm_servers=1", f"{LORA}.only_named=true", f"{LORA}.rank=64"]
+    assert "64" in " ".join(command(configs.own_server(run(kind, *words))))
+
+
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 @pytest.mark.parametrize(
     "words",

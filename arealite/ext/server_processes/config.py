@@ -20,6 +20,11 @@ class ServerProcessOptions(ServerOptions):
         "largest rank of adapters that servers load while they run; 0: they load none",
         at_least=0,
     )
+    adapters_per_batch: int = opt(
+        2,
+        "adapters that requests in one batch may name, if adapter_rank > 0; other requests wait",
+        at_least=2,
+    )
     extra_args: list[str] = sub(list, "further arguments of the server's program")
     start_timeout_s: float = opt(600.0, "timeout of a server's start", above=0)
     silence_s: float = opt(30.0, "kill and restart a server that is silent this long", above=0)

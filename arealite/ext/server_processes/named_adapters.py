@@ -11,18 +11,16 @@ the server has them.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
-
-import msgspec
+from typing import Any, ClassVar
 
 from arealite.api.llm_server import UNTRUSTED
-from arealite.api.server_protocol import adapter_name, adapter_of
+from arealite.api.server_protocol import MARK, adapter_name, adapter_of
+from arealite.ext.server_processes.follow import MODELS_PATH, loaded_names
 from arealite.impl.publisher.control import ServerControl
 
-MODELS_PATH = "/v1/models"
 NEVER_UPDATED = "default"
 """Version label of a server that has the weights of its start."""
 ABORT_S = 0.05
@@ -54,7 +52,8 @@ class AdapterControl(ServerControl):
 
         Requests that name them are aborted: they must not continue with other base weights.
         """
-        names = await self._adapter_names() if self.can.names_adapters else []
+        names = await self._loaded_names() if self.can.names_adapters else []
+        names = [name for name in names if adapter_of(name) or MARK in name]
         await super().pause("abort" if names else mode)
         for name in names:
             await self._unload(name)
@@ -70,7 +69,7 @@ class AdapterControl(ServerControl):
             await self.pause("abort")
             await self.load_folder(Path(self.folder), int(UNTRUSTED))
         name = adapter_name(version)
-        old_names = await self._adapter_names()
+        old_names = [name for name in await self._loaded_names() if adapter_of(name)]
         if name in old_names:  # a rolled-back trainer trains the same version again
             await self._unload(name)
             old_names.remove(name)
@@ -87,28 +86,36 @@ class AdapterControl(ServerControl):
         if not had_pause:
             self.report = replace(self.report, stall_s=0.0)
 
-    async def _adapter_names(self) -> list[str]:
-        """Return the names of loaded adapters that are versions."""
+    async def _loaded_names(self) -> list[str]:
         answer = await self.request_ok(MODELS_PATH)
-        names = [model["id"] for model in msgspec.json.decode(answer)["data"]]
-        return [name for name in names if adapter_of(name)]
+        return loaded_names(answer.encode())
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter, and abort the requests that name it.
+        """Unload an adapter, and abort the requests that name it."""
 
-        SGLang waits for the end of these requests. vLLM does not, and refuses later ones.
-        """
+        async def abort() -> None:
+            await self.request_ok(*self.abort_all)
+
         body = {"lora_name": name}
-        unloading = asyncio.create_task(
-            self.request_ok(self.unload_adapter_path, body, is_slow=True),
-            name=f"unload {name} at {self.id}",
-        )
-        try:
-            is_unloaded = False
-            while not is_unloaded:
-                await asyncio.wait([unloading], timeout=ABORT_S)
-                is_unloaded = unloading.done()
-                await self.request_ok(*self.abort_all)
-            await unloading
-        finally:
-            unloading.cancel()
+        unloading = self.request_ok(self.unload_adapter_path, body, is_slow=True)
+        await unload_and_abort(unloading, abort)
+
+
+async def unload_and_abort(
+    unload: Coroutine[Any, Any, object],
+    abort: Callable[[], Awaitable[None]],
+) -> None:
+    """Unload an adapter, and abort the requests that name it until it is unloaded.
+
+    SGLang waits for the end of these requests. vLLM does not, and refuses later ones.
+    """
+    unloading = asyncio.create_task(unload, name="unload an adapter")
+    try:
+        is_unloaded = False
+        while not is_unloaded:
+            await asyncio.wait([unloading], timeout=ABORT_S)
+            is_unloaded = unloading.done()
+            await abort()
+        await unloading
+    finally:
+        unloading.cancel()

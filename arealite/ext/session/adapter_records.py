@@ -34,12 +34,15 @@ class AdapterRecord:
         self.saved_steps += self.is_updated
         self.is_updated = False
 
-    def next_version(self) -> int:
+    def next_version(self) -> None:
         """Begin the next version: its number is above those of all steps before it."""
         self.end_step()
         self.version += max(1, self.saved_steps)
         self.saved_steps = 0
-        return self.version
+
+    def confirm(self, version: int) -> None:
+        """Note a version that the servers hold."""
+        self.confirmed = version
 
 
 def forget_if_failed(records: dict[str, AdapterRecord], name: str, added: Future[Any]) -> None:

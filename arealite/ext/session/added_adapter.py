@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from arealite.api.engine import NewAdapter, Training
+from arealite.api.engine_config import NAMED_RANK
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.ext.session.call_loss import changed
-
-RANK = 32
-"""Rank of an adapter, if the session trains no default one."""
 
 
 def new_adapter(
@@ -36,7 +34,7 @@ def new_adapter(
     """
     ppo = config.trainer.ppo
     default = ppo.engine.fsdp.lora
-    options: dict[str, object] = {"rank": default.rank or RANK}
+    options: dict[str, object] = {"rank": default.rank or NAMED_RANK}
     for option, value in (lora or {}).items():
         if value is not None:
             options[option] = value

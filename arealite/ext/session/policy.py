@@ -24,7 +24,7 @@ from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.base.errors import RoleError
 from arealite.ext.served_policy.canary import row_of, sequence_of
-from arealite.ext.session.adapter_publisher import StagedAdapter
+from arealite.ext.session.adapter_server import StagedAdapter
 from arealite.ext.session.call_loss import Loss, weighted_rows
 from arealite.ext.session.engine_rank import EngineRank, Outputs
 from arealite.ext.session.ranks import SessionRanks

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from arealite.api.tokenizer import Tokenizer
 from arealite.base.errors import RoleError
 from arealite.cli import configs
 from arealite.ext.evaluation.own_servers import own_servers
-from arealite.ext.session.adapter_publisher import AdapterPublisher, StagedAdapter
+from arealite.ext.session.adapter_publisher import AdapterPublisher
+from arealite.ext.session.adapter_server import StagedAdapter
 from arealite.ext.session.calls import AdapterRemoved
 from arealite.ext.session.sample_ledger import GROUP, RecordedAnswer, SampleAgent, SampleLedger
 from arealite.ext.session.sample_rows import PromptScores, Sample, TokenizedPrompt, top_tokens
@@ -70,6 +72,8 @@ class SamplingThread:
         self._samplings = dict[asyncio.Task[Any], str]()
         """The adapter of each open `sample`."""
         self._adapters = AdapterPublisher(config)
+        self._links = TemporaryDirectory(prefix="arealite-served-")
+        """Links to the folders of adapters that are only served."""
         self._thread = LoopThread("session servers", self._main)
         self._thread.ended.add_done_callback(self._on_end)
 
@@ -119,17 +123,21 @@ class SamplingThread:
         name: str,
         version: int,
         staged: Future[StagedAdapter],
+        confirm: Callable[[int], None],
     ) -> Future[PublishReport]:
         """Begin to send an adapter to all servers; see `AdapterPublisher.publish`."""
-        work = self._adapters.publish(name, version, staged)
+        work = self._adapters.publish(name, version, staged, confirm)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
-    def serve_adapter(self, name: str, folder: Path) -> Future[PublishReport]:
+    def serve_adapter(self, name: str, version: int, folder: Path) -> Future[PublishReport]:
         """Begin to load an adapter of a folder at all servers; see `Session.serve`."""
-        adapter = StagedAdapter(name=name, version=0, folder=folder, row=[], scores_T=None)
+        # vLLM would take the cached prefixes of an earlier adapter with this name and path.
+        link = Path(mkdtemp(dir=self._links.name)) / name
+        link.symlink_to(folder.absolute())
+        adapter = StagedAdapter(name=name, version=version, folder=link, row=[], scores_T=None)
         staged = Future[StagedAdapter]()
         staged.set_result(adapter)
-        work = self._adapters.publish(name, 0, staged)
+        work = self._adapters.publish(name, version, staged, lambda _: None)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def score(
@@ -162,6 +170,7 @@ class SamplingThread:
         """Abort open requests, and end the servers that the session started."""
         self._is_closing = True
         self._thread.stop(self._cancel, CLOSE_S)
+        self._links.cleanup()
 
     def _cancel(self) -> None:
         if self._main_task is not None:
@@ -182,7 +191,7 @@ class SamplingThread:
     async def _serve(self, num_servers: int) -> None:
         client_config = self._config.trainer.ppo.collector.client
         self._client = clients.get(client_config.type)(self._config, client_config)
-        self._adapters.open()
+        self._adapters.open(self._client.switch_adapter)
         try:
             await self._client.start()
             await NameRegistry.of(self._config).wait(
@@ -198,7 +207,7 @@ class SamplingThread:
             self.is_lost = not self._is_closing
             await cancel_all(self._samplings)
             await self._client.close()
-            self._adapters.close()
+            await self._adapters.close()
 
     async def _remove_adapter(self, name: str, removed: Future[None]) -> None:
         for task, adapter in self._samplings.items():

@@ -67,6 +67,14 @@ def check_adapters(config: ExperimentConfig, names: Sequence[str]) -> None:
             raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
 
 
+def check_adapter_folder(folder: Path) -> None:
+    """Raise UserError if a folder has no adapter that peft wrote."""
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"serve: {folder} has no adapter_config.json. Pass the folder of an adapter."
+        )
+
+
 def check_no_ledger(call: str, *, has_ledger: bool) -> None:
     """Raise UserError if a session with a ledger would get adapters by name."""
     if has_ledger:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from arealite.api.engine import Sequence, Stats
 from arealite.api.experiment_config import ExperimentConfig, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import UserError
 from arealite.base.folder_checks import check_name
 from arealite.base.model_folder import vocab_size
 from arealite.cli import preflight
@@ -44,7 +43,9 @@ from arealite.ext.session.sample_rows import (
     tokenized,
 )
 from arealite.ext.session.sampling_thread import SamplingThread
+from arealite.ext.session.server_updates import ServerUpdates
 from arealite.ext.session.start_checks import (
+    check_adapter_folder,
     check_adapters,
     check_no_ledger,
     check_sampling,
@@ -81,13 +82,11 @@ class Session:
         self._resources = ExitStack()
         self._policy = Policy()
         self._calls = Calls(on_failure=lambda adapters: self._policy.drop_gradient(adapters))
-        self._pusher = ThreadPoolExecutor(1, "session publish")
-        self._pushed: Future[PublishReport] | None = None
+        self._updates = ServerUpdates(self._calls)
         self._records = dict[str, AdapterRecord]()
         """The record of each adapter, by its name; "": of the default weights."""
         self._next_versions = dict[str, int]()
         """The first version of an adapter that gets the name of a removed one."""
-        self._adapter_pushes = set[Future[Any]]()
         self._config: ExperimentConfig
         self.vocabulary_size = 0
         """Number of the model's token ids; 0: unknown, or not started."""
@@ -113,14 +112,16 @@ class Session:
             loading = self._calls.submit(self._policy.start, self._config)
             path = self._config.model.path
             self._tokenizer = await asyncio.to_thread(load_tokenizer, path)
-            stop = self._policy.stop_publisher
             self._sampler = SamplingThread(
-                self._config, self._tokenizer, ledger=self._ledger, on_lost=stop
+                self._config,
+                self._tokenizer,
+                ledger=self._ledger,
+                on_lost=self._policy.stop_publisher,
             )
             await asyncio.wrap_future(loading)
             await asyncio.wrap_future(self._sampler.ready)
-            if not self._is_base_frozen:
-                await self._publish(first)
+            if not self._is_base_frozen or self._config.llm_server.addresses:
+                await self._publish("")  # servers of addresses may have other weights
             for name in self._first_adapters:
                 await self.add_adapter(name)
         except BaseException:
@@ -163,9 +164,7 @@ class Session:
         if cancel or is_lost:
             self._policy.stop_publisher()
         self._calls.close(cancel=cancel)
-        self._pusher.shutdown(cancel_futures=cancel)
-        if not cancel:
-            wait(self._adapter_pushes)
+        self._updates.close(cancel=cancel)
         try:
             self._policy.close()
         finally:
@@ -211,12 +210,7 @@ class Session:
                 f"({', '.join(self.adapters)}), or start the session with lora=32."
             )
 
-    def _begin(
-        self,
-        adapters: Collection[str],
-        job: Callable[..., T],
-        *args: object,
-    ) -> Call[T]:
+    def _begin(self, adapters: Collection[str], job: Callable[..., T], *args: object) -> Call[T]:
         """Begin an engine call for some adapters."""
         self._check(adapters)
         future = self._calls.submit(job, *args, adapters=adapters)
@@ -272,7 +266,7 @@ class Session:
         self._records[name] = AdapterRecord(optimizer=options, version=first, confirmed=first)
         added = self._calls.submit(self._policy.add_adapter, adapter, adapters=[name])
         forget_if_failed(self._records, name, added)
-        return self._publish_adapter(name)
+        return self._publish(name)
 
     def serve(self, name: str, folder: Path) -> Call[PublishReport]:
         """Load an adapter that peft wrote at the servers, for samples, until `remove_adapter`.
@@ -282,15 +276,17 @@ class Session:
             folder: Its files, which must stay: a server that restarts reads them again.
 
         Raises:
-            UserError: The name is taken.
+            UserError: The name is taken, or the folder has no adapter.
             RoleError: In the call: no server takes the adapter.
         """
         check_no_ledger("serve", has_ledger=self._has_ledger)
+        check_adapter_folder(folder)
         if name in self._records:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()
-        self._records[name] = AdapterRecord(is_trained=False)
-        loaded = self._pushing(sampler.serve_adapter(name, folder))
+        first = self._next_versions.get(name, 0)
+        self._records[name] = AdapterRecord(is_trained=False, version=first, confirmed=first)
+        loaded = self._updates.add(sampler.serve_adapter(name, first, folder))
         forget_if_failed(self._records, name, loaded)
         return Call(loaded, self._calls, adapters=[name])
 
@@ -302,10 +298,9 @@ class Session:
         """
         sampler = self._check([name])
         record = self._records.pop(name)
-        if record.is_trained:
-            self._next_versions[name] = record.version + 1
+        self._next_versions[name] = record.version + 1
         removed = self._calls.submit(self._policy.remove_adapter, name, adapters=[])
-        unloaded = self._pushing(sampler.remove_adapter(name, removed))
+        unloaded = self._updates.add(sampler.remove_adapter(name, removed))
         return Call(unloaded, self._calls, adapters=[name])
 
     # ------------------------------------------------------------ samples
@@ -378,12 +373,7 @@ class Session:
             seed=seed,
             is_trained_on=is_trained_on,
         )
-        return Call(
-            future,
-            self._calls,
-            adapters=[adapter],
-            is_cancelled_with_its_wait=True,
-        )
+        return Call(future, self._calls, adapters=[adapter], is_cancelled_with_its_wait=True)
 
     def score(
         self,
@@ -412,12 +402,7 @@ class Session:
             min_version=self._records[adapter].confirmed,
             adapter=adapter,
         )
-        return Call(
-            future,
-            self._calls,
-            adapters=[adapter],
-            is_cancelled_with_its_wait=True,
-        )
+        return Call(future, self._calls, adapters=[adapter], is_cancelled_with_its_wait=True)
 
     def batches(
         self,
@@ -586,52 +571,23 @@ class Session:
         """
         self._check([adapter])
         self._check_trained("publish", [adapter])
-        version = self._records[adapter].next_version()
-        return self._publish_adapter(adapter) if adapter else self._publish(version)
+        self._records[adapter].next_version()
+        return self._publish(adapter)
 
-    def _publish_adapter(self, name: str) -> Call[PublishReport]:
-        """Begin to stage an adapter, and to send it in the thread of the servers."""
+    def _publish(self, name: str) -> Call[PublishReport]:
+        """Begin to send an adapter, or the default weights, as the version of its record."""
         record = self._records[name]
         version = record.version
         sampler = self._check([name])
-        staged = self._calls.submit(self._policy.stage_adapter, name, version, adapters=[name])
-        pushed = self._pushing(sampler.publish_adapter(name, version, staged))
-
-        def confirm(pushed: Future[PublishReport]) -> None:
-            if not pushed.cancelled() and pushed.exception() is None:
-                record.confirmed = version
-
-        pushed.add_done_callback(confirm)
+        if name:
+            staged = self._calls.submit(self._policy.stage_adapter, name, version, adapters=[name])
+            pushed = sampler.publish_adapter(name, version, staged, record.confirm)
+            self._updates.add(pushed)
+        else:
+            pushed = self._updates.push(
+                self._policy, version, confirm=record.confirm, check_servers=sampler.check
+            )
         return Call(pushed, self._calls, adapters=[name])
-
-    def _pushing(self, pushed: Future[T]) -> Future[T]:
-        """Return an update of servers, for which `close` waits."""
-        self._adapter_pushes.add(pushed)
-        pushed.add_done_callback(self._adapter_pushes.discard)
-        return pushed
-
-    def _publish(self, version: int) -> Call[PublishReport]:
-        staged = self._calls.submit(self._stage, version, self._pushed)
-        self._pushed = self._pusher.submit(self._push, version, staged)
-        return Call(self._pushed, self._calls)
-
-    def _stage(self, version: int, pushed: Future[PublishReport] | None) -> None:
-        """Stage the weights in the engine's thread, after the push of the version before."""
-        if pushed is not None:
-            wait([pushed])
-        self._policy.stage(version)
-
-    def _push(self, version: int, staged: Future[None]) -> PublishReport:
-        """Update the servers in the thread of pushes."""
-        try:
-            staged.result()
-            report = self._policy.push(version)
-        except (RoleError, CancelledError) as error:
-            if self._sampler is not None:
-                self._sampler.check()  # the end of the servers may be the reason
-            raise RoleError(f"version {version} was not published: {error}") from error
-        self._records[""].confirmed = version
-        return report
 
     # ------------------------------------------------------------ files
 

@@ -8,7 +8,7 @@ from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_shapes
 from arealite.ext.models.adapter_folder import adapted
-from arealite.ext.server_processes.sent_adapters import sent_adapter
+from arealite.ext.server_processes.sent_adapters import options_of, sent_adapter
 from arealite.ext.server_processes.server_group import ProbedPython, ServerGroup, model_folder
 from arealite.ext.server_processes.server_process import ServerProgram
 from arealite.system.names.name_registry import SECRET_FILE, NameRegistry
@@ -40,8 +40,6 @@ ADAPTED = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj")
 )
 """Linear layers for which SGLang has adapters. It has more, which were not tried."""
-ADAPTERS_OF_BATCH = 3
-"""The adapters of two versions, and requests without an adapter."""
 
 BOOT = """
 import hmac, runpy, sys
@@ -124,7 +122,7 @@ class SGLangServer(ServerGroup):
         if self.options.adapter_rank:
             configured |= {
                 "--max-lora-rank": self.options.adapter_rank,
-                "--max-loras-per-batch": ADAPTERS_OF_BATCH,
+                "--max-loras-per-batch": self.options.adapters_per_batch + 1,  # and the base model
                 "--lora-backend": "torch_native" if is_cpu else None,
             }
         flags: dict[str, object] = dict(CPU_ARGUMENTS) if is_cpu else {}
@@ -158,6 +156,6 @@ def adapter_options(config: ExperimentConfig) -> dict[str, object]:
     if not targets <= ADAPTED:
         return {}
     return {
-        "llm_server.sglang.adapter_rank": lora.rank,
+        **options_of("sglang", lora),
         "llm_server.sglang.adapter_targets": sorted(targets),
     }

@@ -11,7 +11,7 @@ from arealite.api.llm import MAX_TOP
 from arealite.api.server_protocol import Json
 from arealite.base.errors import UserError
 from arealite.base.model_folder import text_part
-from arealite.ext.server_processes.sent_adapters import sent_adapter
+from arealite.ext.server_processes.sent_adapters import options_of, sent_adapter
 from arealite.ext.server_processes.server_group import ProbedPython, ServerGroup, model_folder
 from arealite.ext.server_processes.server_process import ServerProgram
 from arealite.ext.vllm.vllm_control import ONE_TOKEN
@@ -43,8 +43,6 @@ the last middleware runs first."""
 CPU_HEAD_SIZES = frozenset((32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512))
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The numbers that vLLM takes as the largest rank of adapters."""
-ADAPTERS_OF_BATCH = 2
-"""The adapters of two versions."""
 MAX_SOCKET_FOLDER = 60
 """Characters; the limit of a Unix socket's path is 107, and vLLM's names have 36."""
 
@@ -159,7 +157,7 @@ class VLLMServer(ServerGroup):
         if options.adapter_rank:
             ranks = [rank for rank in ADAPTER_RANKS if rank >= options.adapter_rank]
             words += ["--enable-lora", f"--max-lora-rank={ranks[0]}"]
-            words.append(f"--max-loras={ADAPTERS_OF_BATCH}")
+            words.append(f"--max-loras={options.adapters_per_batch}")
         words.append("--disable-uvicorn-access-log")  # else each health request writes a line
         is_eager = options.enforce_eager
         if is_eager or (is_eager is None and is_cpu):
@@ -184,7 +182,7 @@ def adapter_options(config: ExperimentConfig) -> dict[str, object]:
     lora = sent_adapter(config)
     if lora is None or lora.rank > ADAPTER_RANKS[-1]:
         return {}
-    return {"llm_server.vllm.adapter_rank": lora.rank}
+    return options_of("vllm", lora)
 
 
 def head_size(model: Json) -> int | None:

@@ -6,14 +6,26 @@ No I/O: the directory updates the state of the servers, and the client calls `Ro
 import math
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from arealite.api.server_protocol import ServerProtocol, adapter_name, adapter_of
+from arealite.api.llm_server import UNTRUSTED
+from arealite.api.server_protocol import MARK, ServerProtocol, adapter_name, adapter_of
 from arealite.impl.client.answer_checks import parse_version
 from arealite.impl.http_client import ServerEndpoint
 from arealite.system.health.waits import Wait
 
 STICKY_GROUPS = 8192
 """Groups whose server is remembered; far more than are in flight."""
+
+
+class SentRequest(NamedTuple):
+    """A request in flight."""
+
+    rid: str
+    adapter: str
+    """As in LLMRequest."""
+    version_name: str
+    """See `LLMServerState.version_name`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,8 +37,9 @@ class LLMServerState:
     protocol: ServerProtocol
     version: int = 0
     """Newest policy version in its registry entry or in one of its answers."""
-    adapter_versions: dict[str, int] = field(default_factory=dict[str, int])
-    """The newest version of each adapter that requests may name."""
+    adapter_labels: dict[str, str] = field(default_factory=dict[str, str])
+    """The newest version of each adapter that requests may name: "3"; or "up@3", and requests must
+    name it so."""
     serves_adapter: bool = False
     """Whether this version is an adapter, which requests must name."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -41,8 +54,8 @@ class LLMServerState:
     entry is ignored until it is renewed after that time."""
     in_flight: int = 0
     served: int = 0
-    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])
-    """One for each request in flight, so that requests can leave a lost server at once."""
+    waits: dict[Wait, SentRequest] = field(default_factory=dict[Wait, SentRequest])
+    """The requests in flight, and their waits, so that they can leave a lost server at once."""
 
     def __post_init__(self) -> None:
         url = self.address + self.protocol.generate_path
@@ -51,17 +64,24 @@ class LLMServerState:
 
     def version_of(self, adapter: str) -> int:
         """Return the newest version of an adapter, or of the policy; -1: no such adapter."""
-        return self.adapter_versions.get(adapter, -1) if adapter else self.version
+        if not adapter:
+            return self.version
+        return parse_version(self.adapter_labels.get(adapter, UNTRUSTED))
 
-    @property
-    def policy_adapter(self) -> str:
-        """The adapter that requests which name none must name; "" for none."""
-        return adapter_name(self.version) if self.serves_adapter else ""
+    def version_name(self, adapter: str) -> str:
+        """Return the name of the newest version of an adapter, or of the policy.
+
+        "" if requests name the adapter itself, or none.
+        """
+        if not adapter:
+            return adapter_name(self.version) if self.serves_adapter else ""
+        label = self.adapter_labels.get(adapter, "")
+        return label if label.startswith(adapter + MARK) else ""
 
     def set_label(self, label: str | int | None, adapter: str = "") -> None:
         """Set the version that the server reports of the policy, or of an adapter."""
         if adapter:
-            self.adapter_versions[adapter] = parse_version(label)
+            self.adapter_labels[adapter] = str(label or 0)
             return
         self.version = parse_version(label)
         self.serves_adapter = bool(adapter_of(label))

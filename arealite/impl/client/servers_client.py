@@ -28,7 +28,7 @@ from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavail
 from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
 from arealite.impl.client import answer_checks, top_tokens
 from arealite.impl.client.directory import Directory
-from arealite.impl.client.server_choice import LLMServerState, Router
+from arealite.impl.client.server_choice import LLMServerState, Router, SentRequest
 from arealite.impl.http_client import Pool, error_message
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import NameRegistry
@@ -66,9 +66,8 @@ class GenerationState:
     """Consecutive attempts without a new token."""
     errors: int = 0
     failed_at: LLMServerState | None = None
-    policy_adapter: str = ""
-    """The adapter that the last attempt named for the policy; "": none, or the request names
-    one."""
+    version_name: str = ""
+    """The name of a version that the last attempt had; see `LLMServerState.version_name`."""
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -206,6 +205,10 @@ class ServersClient(LLMClient):
             answer = await self._attempt(generation, server)
             if answer is None:
                 continue
+            if request.adapter and generation.version_name:
+                # The labels of the answer are those of the policy.
+                answer.newest_version = generation.version_name
+                answer.spans = []
             stop_reason = self._add_answer(generation, server, answer, acknowledged)
             if stop_reason:
                 self._stats["interruptions"] += generation.interruptions
@@ -231,8 +234,8 @@ class ServersClient(LLMClient):
         stream = None
         if request.on_tokens is not None:
             stream = self._stream_makers[-1](request, server.protocol)
-        generation.policy_adapter = "" if request.adapter else server.policy_adapter
-        attempt_adapter = request.adapter or generation.policy_adapter
+        generation.version_name = server.version_name(request.adapter)
+        names_adapter = bool(request.adapter or generation.version_name)
         body = self._encode_body(generation, server, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
@@ -255,7 +258,7 @@ class ServersClient(LLMClient):
                 return server.protocol.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
-        elif attempt_adapter and server.protocol.lacks_adapter(status, raw):
+        elif names_adapter and server.protocol.lacks_adapter(status, raw):
             # It has a newer version, or was restarted.
             self._expect_new_entry(server, UNTRUSTED, request.adapter)
             return None
@@ -307,7 +310,7 @@ class ServersClient(LLMClient):
             with_routing=self._experts is not None,
             routing_start=request.routing_start,
             scores_prompt=request.scores_prompt,
-            adapter=request.adapter or generation.policy_adapter,
+            adapter=generation.version_name or request.adapter,
             seed=request.seed,
         )
         return server.protocol.encode_request(attempt)
@@ -328,7 +331,11 @@ class ServersClient(LLMClient):
         """
         wait = self._wait(generation, server.name)
         on_data = None if stream is None else stream.feed
-        server.waits[wait] = None
+        server.waits[wait] = SentRequest(
+            rid=rid,
+            adapter=generation.request.adapter,
+            version_name=generation.version_name,
+        )
         server.in_flight += 1
         server.served += 1
         try:
@@ -371,7 +378,7 @@ class ServersClient(LLMClient):
         versions = answer_checks.token_versions(
             answer,
             acknowledged,
-            adapter=generation.policy_adapter,
+            adapter=generation.version_name,
         )
         if self._is_stale(generation, server, answer, min(versions, default=newest)):
             return None
@@ -426,10 +433,12 @@ class ServersClient(LLMClient):
         Raises:
             ServerUnavailable: The caller has the tokens already.
         """
-        has_other_weights = answer_checks.has_other_weights(answer, generation.policy_adapter)
+        adapter = generation.request.adapter
+        has_other_weights = not adapter and answer_checks.has_other_weights(
+            answer, generation.version_name
+        )
         if oldest >= generation.request.min_version and not has_other_weights:
             return False
-        adapter = generation.request.adapter
         self._expect_new_entry(server, answer.newest_version, adapter)
         is_withheld = server.protocol.streams_versions and not has_other_weights
         answer_checks.check_stream(generation.request, answer, is_withheld=is_withheld)
@@ -505,7 +514,20 @@ class ServersClient(LLMClient):
         finally:
             self._stats["server_wait_s"] += time.perf_counter() - begin
 
-    def _abort(self, server: LLMServerState, rid: str) -> None:
+    async def switch_adapter(self, server_id: str, adapter: str, label: str) -> None:
+        server = self._router.servers.get(server_id)
+        if server is None:
+            return
+        server.set_label(label, adapter)
+        server.mark_entry_stale()
+        rids = [
+            sent.rid
+            for sent in server.waits.values()
+            if sent.adapter == adapter and sent.version_name != label
+        ]
+        await asyncio.gather(*[self._abort(server, rid) for rid in rids])
+
+    def _abort(self, server: LLMServerState, rid: str) -> asyncio.Task[None]:
         """Abort the request at the server, which may notice a closed connection seconds later."""
 
         async def send() -> None:
@@ -520,3 +542,4 @@ class ServersClient(LLMClient):
         task = asyncio.create_task(send(), name=f"abort of {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+        return task

@@ -81,7 +81,7 @@ class AdapterSite:
         """Wait until the client has read a version label of each server."""
         states = self.client._router.servers
         await eventually(
-            lambda: all((s.policy_adapter or str(s.version)) == label for s in states.values()),
+            lambda: all((s.version_name("") or str(s.version)) == label for s in states.values()),
             f"the label {label}",
         )
 

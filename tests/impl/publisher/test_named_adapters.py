@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import Generate
-from arealite.api.server_protocol import GenerateRequest
+from arealite.api.server_protocol import GenerateRequest, adapter_of
+from arealite.ext.server_processes.follow import adapter_labels
+from arealite.ext.sglang.sglang_protocol import SGLangProtocol
+from arealite.impl.client.server_choice import LLMServerState
 from arealite.impl.publisher import servers as base
 from tests.fakes.scripted_server import ScriptedServer
 from tests.fakes.server_kinds import kind as kind
@@ -310,3 +314,20 @@ async def test_failed_load_keeps_the_old_adapter(
     server.fail_next("reset", path=path)
     await site.publish(2)
     assert (server.version, loaded(server)) == ("policy-2", {"policy-2"})
+
+
+def test_names_with_versions_are_read_from_the_models_that_a_server_lists() -> None:
+    """The newest of two versions counts; other models are no adapters of a session."""
+    names = ["policy", "policy-7", "up@9", "up@10", "policy-1@3", "theirs@latest", "@2"]
+    listed = msgspec.json.encode({"data": [{"id": name} for name in names]})
+    labels = {"up": "up@10", "policy-1": "policy-1@3", "": "@2"}
+    assert adapter_labels(listed) == labels
+    assert adapter_labels(None) is None
+    assert [adapter_of(name) for name in names] == ["", "policy-7", "", "", "", "", ""]
+    server = LLMServerState(
+        id="s", address="http://s", protocol=SGLangProtocol(), adapter_labels=labels
+    )
+    assert (server.version_of("up"), server.version_name("up")) == (10, "up@10")
+    assert (server.version_of("none"), server.version_name("none")) == (-1, "")
+    server.set_label("3", "up")  # of an embedded server
+    assert (server.version_of("up"), server.version_name("up")) == (3, "")
