@@ -1,6 +1,6 @@
 """The prompts and answers of /v1/completions, whose texts continue each other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from arealite.api.episode import Origin
@@ -59,12 +59,12 @@ class TextCompletions:
         """
         if isinstance(requested, str):
             prompt_text = requested
-            continued = self._continued_by_text(prompt_text)
+            continued = self._longest(lambda earlier: prompt_text.startswith(earlier.prefix))
             ids = self._encode(prompt_text, continued)
         else:
             ids = requested
             self._check_ids(ids)
-            continued = self._continued_by_ids(ids)
+            continued = self._longest(lambda earlier: ids[: len(earlier.ids)] == earlier.ids)
             prompt_text = self.renderer.tokenizer.decode(ids)
         num_reused = len(continued.ids)
         origin = Origin(
@@ -80,27 +80,12 @@ class TextCompletions:
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise ApiError(400, f"prompt has ids that are not tokens. Ids are below {vocab_size}")
 
-    def _continued_by_text(self, prompt_text: str) -> TextCompletion:
-        """Return the longest earlier completion with which a text begins."""
-        matches = list[TextCompletion]()
-        for completion in self._completions:
-            if prompt_text.startswith(completion.prefix):
-                matches.append(completion)
-        return self._longest(matches)
-
-    def _continued_by_ids(self, ids: list[int]) -> TextCompletion:
-        """Return the longest earlier completion with which tokens begin."""
-        matches = list[TextCompletion]()
-        for completion in self._completions:
-            if ids[: len(completion.ids)] == completion.ids:
-                matches.append(completion)
-        return self._longest(matches)
-
-    def _longest(self, completions: Sequence[TextCompletion]) -> TextCompletion:
-        """Return the completion with the most tokens; an empty one if there is none."""
+    def _longest(self, is_continued: Callable[[TextCompletion], bool]) -> TextCompletion:
+        """Return the continued completion with the most tokens; an empty one if there is none."""
         reason = "edited" if self._completions else "first"
         empty = TextCompletion(prefix="", ids=[], reason=reason)
-        return max(completions, key=lambda completion: len(completion.ids), default=empty)
+        continued = filter(is_continued, self._completions)
+        return max(continued, key=lambda completion: len(completion.ids), default=empty)
 
     def _encode(self, prompt_text: str, continued: TextCompletion) -> list[int]:
         """Tokenise a text, but for the beginning whose tokens are reused."""
