@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from arealite.api.observation import ChatMessage
+from arealite.api.tool import function
 from arealite.ext.gateway.families import Family
 from arealite.ext.gateway.request_data import ApiError, function_call
 from arealite.ext.gateway.tree import SampledAnswer
@@ -71,7 +72,8 @@ class Renderer:
         self._compiled = lru_cache(maxsize=2)(self._compile)
         self._ending = lru_cache(maxsize=1024)(self._find_ending)
         self._past = lru_cache(maxsize=32)(self._make_past)
-        self._tools = [self._stand_in_tool()]
+        self._tools = [function(self._mark("F", 0), "")]
+        """Schema of a stand-in for all tools."""
         self._is_json_text = "tool_calls" in source and self._needs_json()
 
     def opening(self, prompt_text: str) -> str:
@@ -182,20 +184,6 @@ class Renderer:
 
     def _mark(self, kind: str, number: int) -> str:
         return f"{self._mark_prefix}{kind}{number:06}"
-
-    def _stand_in_tool(self) -> dict[str, Any]:
-        """Return a schema of a function with a mark as its name."""
-        no_parameters = {
-            "type": "object",
-            "properties": {},
-            "required": [],
-        }
-        function = {
-            "name": self._mark("F", 0),
-            "description": "",
-            "parameters": no_parameters,
-        }
-        return {"type": "function", "function": function}
 
     def _make_past(self, kinds: int) -> list[ChatMessage]:
         """Return a short conversation of these kinds, up to the assistant's turn."""
