@@ -216,8 +216,7 @@ def read_calls(
         ids: Form of the ids of calls.
     """
     scanner = Scanner(family, tools)
-    pieces = scanner.feed(answer)
-    pieces += scanner.feed("", is_end=True)
+    pieces = scanner.feed(answer, is_end=True)
     texts = [piece.content for piece in pieces if piece.kind == "text"]
     calls = list[ToolCall]()
     for piece in pieces:
