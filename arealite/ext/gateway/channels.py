@@ -1,6 +1,7 @@
 """Continues conversations of GPT-OSS, whose chat template refuses the answers that it sampled."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from arealite.api.observation import ChatMessage
@@ -11,31 +12,27 @@ from arealite.ext.gateway.rendering import TOOLS, Renderer
 from arealite.ext.gateway.request_data import function_call
 
 
-class TextAfterChannels:
-    """Renders new messages after a short answer, which takes the place of the sampled one."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-
-    def __call__(self, new: Sequence[ChatMessage], *, has_tools: bool, last_id: int) -> str:
-        calls = list[Any]()
-        for message in new:
-            if message["role"] == "tool":
-                call_id = message.get("tool_call_id")
-                calls.append(function_call(call_id, message.get("name"), {}))
-        answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
-        renderer = self.renderer
-        kinds = TOOLS if has_tools else 0
-        prepared = [renderer.prepare(message) for message in new]
-        rendered = renderer.render_after(kinds, answer, prepared)
-        if rendered is None:
-            raise UserError("the model's chat template refuses the messages after an answer")
-        sampled_stop = special_text(renderer.tokenizer, last_id)
-        end_of_turn = renderer.ending(kinds, answer).turn
-        return renderer.remaining(rendered, sampled_stop, end_of_turn)
+def text_after(
+    renderer: Renderer, new: Sequence[ChatMessage], *, has_tools: bool, last_id: int
+) -> str:
+    """Render new messages after a short answer, which takes the place of the sampled one."""
+    calls = list[Any]()
+    for message in new:
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            calls.append(function_call(call_id, message.get("name"), {}))
+    answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
+    kinds = TOOLS if has_tools else 0
+    prepared = [renderer.prepare(message) for message in new]
+    rendered = renderer.render_after(kinds, answer, prepared)
+    if rendered is None:
+        raise UserError("the model's chat template refuses the messages after an answer")
+    sampled_stop = special_text(renderer.tokenizer, last_id)
+    end_of_turn = renderer.ending(kinds, answer).turn
+    return renderer.remaining(rendered, sampled_stop, end_of_turn)
 
 
-def text_after_answer(tokenizer: Any) -> TextAfterChannels | None:
+def text_after_answer(tokenizer: Any) -> partial[str] | None:
     """Return what continues conversations, if the template writes answers into channels."""
     family = family_of(tokenizer)
-    return TextAfterChannels(Renderer(tokenizer, family)) if family.has_channels else None
+    return partial(text_after, Renderer(tokenizer, family)) if family.has_channels else None
