@@ -8,6 +8,7 @@ import hmac
 import math
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -435,11 +436,10 @@ def _describe(session: GatewaySession) -> dict[str, Any]:
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
+    return web.json_response(
         body=body if isinstance(body, bytes) else encode(body),
         status=status,
         headers=headers,
-        content_type="application/json",
     )
 
 
@@ -494,8 +494,10 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
         new_events = b"".join(reply.chunks[num_sent:])
         num_sent = len(reply.chunks)
         if not new_events:
-            if await _has_changed(reply):
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await reply.changed.wait()
+                    continue
             new_events = api.keep_alive
         await _write(request, response, new_events)
         reply.written = max(reply.written, num_sent)
@@ -506,13 +508,3 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
         await _write(request, response, api.failed(reply.error))
     await _write(request, response)
     return response
-
-
-async def _has_changed(reply: Reply) -> bool:
-    """Wait for an event or the end of a reply; return False if a keep-alive is due before."""
-    try:
-        async with asyncio.timeout(KEEP_ALIVE_S):
-            await reply.changed.wait()
-    except TimeoutError:
-        return False
-    return True
