@@ -22,7 +22,7 @@ from arealite.base.errors import UserError
 from arealite.base.files import replacing
 from arealite.base.trial_files import RunPaths
 from arealite.ext.view import report_rows, report_run
-from arealite.ext.view.report_text import Vocabulary, id_table
+from arealite.ext.view.report_text import Vocabulary
 
 HERE = Path(__file__).parent
 STYLES = (
@@ -91,10 +91,8 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
     file.write(page(page_data["name"], page_data))
     chunks = report_rows.Chunks(paths)
     for number, chunk in enumerate(report_rows.cut(rows)):
-        token_ids, tokens, turns = chunks.pack(chunk)
-        file.write(block(f"t{number}", token_ids))
-        file.write(block(f"x{number}", tokens))
-        file.write(block(f"r{number}", turns))
+        for letter, content in zip("txr", chunks.pack(chunk), strict=True):
+            file.write(block(f"{letter}{number}", content))
     vocabulary = Vocabulary.find(model_folders(paths))
     file.write(block("end", words(chunks, vocabulary)))
     file.write("</body></html>\n")
@@ -104,11 +102,10 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
     }
 
 
-def words(chunks: report_rows.Chunks, vocabulary: Vocabulary | None) -> dict[str, object]:
+def words(chunks: report_rows.Chunks, vocabulary: Vocabulary) -> dict[str, object]:
     """Return the pieces of the packed tokens, and the number of unreadable payloads."""
-    table = vocabulary.table if vocabulary else id_table
     return {
-        "vocabulary": table(chunks.ids),
+        "vocabulary": vocabulary.table(chunks.ids),
         "unreadable": chunks.unreadable,
     }
 

@@ -28,24 +28,26 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """The tokens of one tokenizer.json."""
+    """The tokens of a tokenizer; without one, each token is shown as its id."""
 
-    def __init__(self, file: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(file))
-        self._added = self._tokenizer.get_added_tokens_decoder()
-        self._decoder = repr(self._tokenizer.decoder)
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+        self._decoder = repr(tokenizer.decoder) if tokenizer else ""
 
     @classmethod
-    def find(cls, folders: Iterable[Path]) -> "Vocabulary | None":
-        """Open the first folder's tokenizer that can be read; None if there is none."""
+    def find(cls, folders: Iterable[Path]) -> "Vocabulary":
+        """Open the first folder's tokenizer that can be read; use no tokenizer if there is none."""
         for folder in folders:
             file = folder.expanduser() / "tokenizer.json"
             with suppress(Exception):  # the package raises nothing narrower
-                return cls(file)
-        return None
+                return cls(Tokenizer.from_file(str(file)))
+        return cls(None)
 
     def piece(self, token: int) -> bytes:
         """Return the bytes of a token; the joined pieces of a text are the text."""
+        if self._tokenizer is None:
+            return f"{token} ".encode()
         if token in self._added:
             return self._added[token].content.encode()
         piece = self._tokenizer.id_to_token(token)
@@ -77,13 +79,3 @@ def _bytes_of(character: str) -> bytes:
     if character in ALPHABET:
         return bytes([ALPHABET[character]])
     return character.encode()
-
-
-def id_table(tokens: Iterable[int]) -> dict[str, object]:
-    """Return the table of a run without a tokenizer: each token is shown as its id."""
-    ids = sorted(tokens)
-    return {
-        "ids": ids,
-        "pieces": [f"{token} " for token in ids],
-        "special": [],
-    }
