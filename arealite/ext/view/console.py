@@ -8,7 +8,8 @@ from rich.live import Live
 
 from arealite.base.printable import guard_output
 from arealite.base.trial_files import RunPaths
-from arealite.ext.view.panel import panel_of
+from arealite.ext.view.panel import renderer
+from arealite.ext.view.snapshot import RunReader
 from arealite.ext.view.terminal import Terminal
 
 DRAW_S = 1.0
@@ -68,7 +69,7 @@ class PanelConsole:
 
     def _draw(self, live: Live, over: threading.Event) -> None:
         """Draw until `over`, and once more. Waits for: the clock. Unblocks: no process."""
-        render = panel_of(self._run)
+        render = renderer(RunReader(self._run))
         is_last = False
         while not is_last and self.has_panel:
             is_last = over.wait(DRAW_S)

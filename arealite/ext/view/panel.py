@@ -14,7 +14,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from arealite.base.trial_files import RunPaths
 from arealite.ext.diagnosis.health_monitor import describe
 from arealite.ext.view.report_run import roles
 from arealite.ext.view.snapshot import PUBLISHING, RunReader, Snapshot
@@ -44,15 +43,6 @@ class PanelRow(NamedTuple):
     """The rows with the highest rank are left out first in a small terminal."""
     label: str
     line: Text
-
-
-def panel_of(paths: RunPaths) -> Render:
-    """Return a function that renders the present panel of a run.
-
-    Raises:
-        UserError: the folder is no run folder.
-    """
-    return renderer(RunReader(paths))
 
 
 def renderer(watch: RunReader) -> Render:
@@ -187,11 +177,8 @@ def shares(shot: Snapshot) -> Iterator[PanelRow]:
 
 def weights(shot: Snapshot) -> Iterator[PanelRow]:
     """Yield the seconds of the weight updates, by part."""
-    curves = dict[str, Sequence[float]]()
-    for part in PUBLISHING:
-        curve = shot.metrics.curves.get(f"publish/{part}_s")
-        if curve:
-            curves[part] = curve
+    curves_of_all = {part: shot.metrics.curves.get(f"publish/{part}_s") for part in PUBLISHING}
+    curves = {part: curve for part, curve in curves_of_all.items() if curve}
     if not curves:
         return
     head = "".join(f"{part:>10}" for part in curves)
@@ -252,16 +239,10 @@ def _server_line(entry: Entry) -> Text:
 
 def describe_servers(entries: Sequence[Entry]) -> str:
     """Return the servers' versions, pauses, and numbers of running and waiting requests."""
-    versions = set[str]()
-    pauses_s = list[float]()
-    loads = list[Mapping[str, int]]()
-    for entry in entries:
-        state = entry.value
-        versions.add(str(state.get("version")))
-        if state.get("paused_s"):
-            pauses_s.append(state["paused_s"])
-        if state.get("load"):
-            loads.append(state["load"])
+    states = [entry.value for entry in entries]
+    versions = {str(state.get("version")) for state in states}
+    pauses_s = [state["paused_s"] for state in states if state.get("paused_s")]
+    loads = [state["load"] for state in states if state.get("load")]
     line = ""
     if versions:
         line += f"  version {' '.join(sorted(versions))}"
@@ -278,16 +259,11 @@ def spark(values: Sequence[float]) -> str:
     """Draw a curve in at most SPARK characters, scaled from its minimum to its maximum."""
     num_bars = min(SPARK, len(values))
     cuts = [number * len(values) // num_bars for number in range(num_bars + 1)]
-    means = list[float]()
-    for begin, end in pairwise(cuts):
-        means.append(fmean(values[begin:end]))
+    means = [fmean(values[begin:end]) for begin, end in pairwise(cuts)]
     low = min(means)
     span = max(means) - low or 1.0
-    curve = ""
-    for mean in means:
-        height = int(7.99 * ((mean - low) / span))
-        curve += BLOCKS[height]
-    return curve
+    heights = [int(7.99 * ((mean - low) / span)) for mean in means]
+    return "".join(BLOCKS[height] for height in heights)
 
 
 def bar(parts: Mapping[str, float]) -> Text:
