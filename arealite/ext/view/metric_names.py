@@ -13,11 +13,11 @@ def catalogue() -> dict[str, str]:
     In a pattern, `{a,b}` matches a or b, and `<x>` matches any text.
     """
     groups = read_toml(__file__, "metric_names.toml")
-    descriptions = dict[str, str]()
-    for group, metrics in groups.items():
-        for name, description in metrics.items():
-            descriptions[f"{group}/{name}"] = description
-    return descriptions
+    return {
+        f"{group}/{name}": description
+        for group, metrics in groups.items()
+        for name, description in metrics.items()
+    }
 
 
 @cache

@@ -135,16 +135,11 @@ def table(rows: Sequence[TrajectoryRow]) -> dict[str, object]:
         columns[name] = [getattr(row.group, name) for row in rows]
     for name in SHOWN:
         columns[name] = [getattr(row.header, name) for row in rows]
-    columns["step"] = [_step_from_1(row.group) for row in rows]
+    steps = [row.group.step for row in rows]
+    # The report counts steps from 1; None: the group is not trained.
+    columns["step"] = [None if step is None else step + 1 for step in steps]
     columns["chunks"] = [len(chunk) for chunk in cut(rows)]
     return columns
-
-
-def _step_from_1(group: GroupRow) -> int | None:
-    """Return a group's step as the report counts it; None if the group is not trained."""
-    if group.step is None:
-        return None
-    return group.step + 1
 
 
 def cut(rows: Sequence[TrajectoryRow]) -> Iterator[list[TrajectoryRow]]:
@@ -213,9 +208,7 @@ class Chunks:
                 return arrays, [_turns(segment) for segment in segments]
         if payload is not DROPPED:  # else it was dropped
             self.unreadable += 1
-        blank = dict[str, np.ndarray]()
-        for name, dtype in FIELDS.items():
-            blank[name] = np.zeros(header.num_tokens, dtype)
+        blank = {name: np.zeros(header.num_tokens, dtype) for name, dtype in FIELDS.items()}
         blank["loss_mask"][: header.trained_tokens] = 1
         return blank, []
 

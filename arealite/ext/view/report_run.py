@@ -42,10 +42,7 @@ def describe(paths: RunPaths) -> dict[str, Any]:
     ledger = None
     if paths.ledger.exists():
         ledger = read_ledger(paths.ledger)
-    waits = dict[str, dict[str, float]]()
-    for role, parts in roles(steps).items():
-        if any(parts.values()):
-            waits[role] = parts
+    waits = {role: parts for role, parts in roles(steps).items() if any(parts.values())}
     return {
         "name": run_name(paths),
         "metrics": columns([*evals, *earlier_steps, *newest_step]),
@@ -65,13 +62,9 @@ def run_name(paths: RunPaths) -> str:
 
 def _descriptions(lines: Sequence[MetricsLine]) -> dict[str, str]:
     """Return the description of each metric of a run that has one."""
-    descriptions = dict[str, str]()
     metric_names = set[str]().union(*lines)
-    for name in metric_names:
-        description = names.describe(name)
-        if description:
-            descriptions[name] = description
-    return descriptions
+    descriptions = {name: names.describe(name) for name in metric_names}
+    return {name: description for name, description in descriptions.items() if description}
 
 
 def columns(lines: Sequence[MetricsLine]) -> dict[str, list[float | None]]:
@@ -138,10 +131,11 @@ def _trainer_seconds(total: Mapping[str, float]) -> dict[str, float]:
 
 def _episode_seconds(total: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of all episodes by part; "rest" is their time outside the named waits."""
-    parts = dict[str, float]()
-    for name, seconds in total.items():
-        if name.startswith(EPISODE):
-            parts[name.removeprefix(EPISODE)] = seconds
+    parts = {
+        name.removeprefix(EPISODE): seconds
+        for name, seconds in total.items()
+        if name.startswith(EPISODE)
+    }
     all_seconds = total.get("episode/seconds_mean", 0.0)
     named_seconds = sum(parts.values())
     parts["rest"] = max(0.0, all_seconds - named_seconds)
