@@ -82,7 +82,6 @@ class RemoteEnv(Env):
                 f"the addresses of servers that `arealite serve env.type={config.type}` started."
             )
         self.servers = ServerPool(runtime, StepReply)
-        self._hosted: Hosted | None = None
 
     async def setup(self) -> None:
         """Start the child processes or find the servers, and read which seats they host.
@@ -131,12 +130,13 @@ class RemoteEnv(Env):
     async def _read_metadata(self) -> None:
         """Read seats and resumability from the servers: both may depend on the server's config."""
         living = [server for server in self.servers.known if server.alive]
+        expected: Hosted | None = None
         for server in living:
             default = await self._describe(server)
             by_name = {hosted.name: hosted for hosted in default.environments}
             hosted = by_name.get(self.config.type, default)
-            self._hosted = self._hosted or hosted
-            if hosted != self._hosted or hosted.name != self.config.type:
+            expected = expected or hosted
+            if hosted != expected or hosted.name != self.config.type:
                 names = ", ".join(by_name) or hosted.name
                 raise UserError(
                     f"{server.name} hosts environment {names} with seats {hosted.seats}. "

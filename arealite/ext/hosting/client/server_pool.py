@@ -177,7 +177,7 @@ class ServerPool(Generic[T]):
         )
         try:
             with wait:
-                server_or_error = await self.wait_until(lambda: self.fatal or self._pick())
+                return await self.wait_until(self._pick)
         except DeadlineError as error:
             is_any_alive = any(server.alive for server in self.known)
             error_class = EnvServerFull if is_any_alive else EnvServerLost
@@ -185,11 +185,11 @@ class ServerPool(Generic[T]):
             raise error_class(
                 f"no server had a free session in wait_s={self.config.wait_s} ({names})"
             ) from error
-        if isinstance(server_or_error, ServerState):
-            return server_or_error
-        raise server_or_error
 
     def _pick(self) -> ServerState | None:
+        """Return the free server with the fewest episodes; raise `fatal` if it is set."""
+        if self.fatal is not None:
+            raise self.fatal
         free = [server for server in self.known if server.is_free]
         return min(free, key=lambda server: (server.load, server.started), default=None)
 
