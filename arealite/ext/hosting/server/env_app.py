@@ -108,11 +108,9 @@ class EnvServer:
 
     def _body_limits(self) -> dict[str, int]:
         """Return the longest body in bytes by path, of the paths that take a body."""
-        limits: dict[str, int] = {}
-        for prefix in ["", *(f"/env/{name}" for name in self.envs)]:
-            limits[f"{prefix}/reset"] = self._max_bytes
-            limits[f"{prefix}/step"] = self._max_bytes
-        return limits
+        prefixes = ["", *(f"/env/{name}" for name in self.envs)]
+        paths = [f"{prefix}/{name}" for prefix in prefixes for name in ("reset", "step")]
+        return dict.fromkeys(paths, self._max_bytes)
 
     def _app(self) -> web.Application:
         request_guard = guard(self._token, self.options.host)
@@ -362,8 +360,4 @@ class EnvServer:
 
 
 def _json(data: object, status: int = 200) -> web.Response:
-    return web.Response(
-        body=env_messages.encode(data),
-        status=status,
-        content_type="application/json",
-    )
+    return web.json_response(body=env_messages.encode(data), status=status)

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
+from msgspec.structs import asdict
+
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.episode import Action, Seat, finite
@@ -281,7 +283,7 @@ class EnvSession:
         if has_several_seats or not waiting:
             observation = EnvObservation(waiting=waiting, rewards=rewards)
         else:
-            observation = _only_observation(waiting[0], rewards)
+            observation = EnvObservation(**asdict(waiting[0]), rewards=rewards)
         scores = [reward.value for reward in rewards if reward.value is not None]
         total_reward = sum(scores) if scores and not has_several_seats else None
         return StepReply(observation=observation, reward=total_reward, done=not waiting)
@@ -291,15 +293,3 @@ async def _settle() -> None:
     """Let seats that act at the same time reach their next wait."""
     for _ in range(SETTLE_TURNS):
         await asyncio.sleep(0)
-
-
-def _only_observation(wait: SeatObservation, rewards: list[SeatReward]) -> EnvObservation:
-    """Return the observation of a reply if the environment has one seat."""
-    return EnvObservation(
-        seat=wait.seat,
-        turn=wait.turn,
-        content=wait.content,
-        choices=wait.choices,
-        tools=wait.tools,
-        rewards=rewards,
-    )
