@@ -97,7 +97,7 @@ class BrowserEnv(Env):
                 is_over=is_over,
                 shows_address=False,
             )
-        state = TaskState.of(view)
+        state = TaskState(*view.state)
         score = float(state.raw_reward or 0.0) if state.is_task_page else LEFT
         agent.reward(score, success=float(score > 0))
 
@@ -119,18 +119,10 @@ class TaskState(NamedTuple):
     is_done: Any = None
     raw_reward: Any = None
 
-    @classmethod
-    def of(cls, view: "View") -> "TaskState":
-        """Return the state of a view."""
-        if not view.state:
-            return cls()
-        is_task_page, is_done, raw_reward = view.state
-        return cls(is_task_page, is_done, raw_reward)
-
 
 def is_over(view: "View") -> bool:
     """Return whether the task is finished or the agent has left its page."""
-    state = TaskState.of(view)
+    state = TaskState(*view.state)
     return not state.is_task_page or bool(state.is_done)
 
 
@@ -182,9 +174,8 @@ def page_names() -> set[str]:
     """Return the names of all pages of the package."""
     root = html_folder()
     pages = {file.stem for file in root.glob("miniwob/*.html")}
-    for file in root.glob("flight/*/wrapper.html"):
-        pages.add(f"flight.{file.parent.name}")
-    return pages
+    flights = {f"flight.{file.parent.name}" for file in root.glob("flight/*/wrapper.html")}
+    return pages | flights
 
 
 def page_path(name: str) -> str:
