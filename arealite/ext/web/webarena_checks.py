@@ -29,11 +29,9 @@ def unsupported(task: Mapping[str, Any]) -> str:
     checks: Mapping[str, Any] = task["eval"]
     supported_kinds = {"string_match", "url_match", "program_html"}
     unsupported_checks = sorted(set(checks["eval_types"]) - supported_kinds)
-    for target in checks.get("program_html") or []:
-        for key in ("url", "locator"):
-            location = str(target[key])
-            if location.startswith("func:"):
-                unsupported_checks.append(location)
+    targets = checks.get("program_html") or []
+    locations = [str(target[key]) for target in targets for key in ("url", "locator")]
+    unsupported_checks += [location for location in locations if location.startswith("func:")]
     return ", ".join(unsupported_checks)
 
 
@@ -133,8 +131,7 @@ def content_match(content: str, required: Mapping[str, Any]) -> bool:
         return clean(content) == clean(exact)
     if "must_include" not in required:
         raise UnsupportedCheck(f"required_contents: {', '.join(required)}")
-    for alternatives in required["must_include"]:
-        phrases = alternatives.split(OR)
-        if not any(includes(content, phrase) for phrase in phrases):
-            return False
-    return True
+    return all(
+        any(includes(content, phrase) for phrase in alternatives.split(OR))
+        for alternatives in required["must_include"]
+    )
