@@ -100,12 +100,8 @@ class ToolsEnv(Env):
         """Set the weighted reward and its parts. It has no reward without a score and weights."""
         needed_tools = task.extra_info.get("tools")
         parts = scores(correct, outcomes, needed_tools)
-        weighted_scores: list[float] = []
-        has_weights = False
-        for name, score in parts.items():
-            weight: float = getattr(self.config.weights, name)
-            weighted_scores.append(weight * score)
-            has_weights = has_weights or weight != 0
+        weights = {name: getattr(self.config.weights, name) for name in parts}
+        weighted_scores = [weights[name] * score for name, score in parts.items()]
         is_unanswered = bool(last_action.calls) or not last_action.text
         num_calls = len(outcomes)
         kinds = Counter(outcome.answer_kind for outcome in outcomes)
@@ -113,7 +109,7 @@ class ToolsEnv(Env):
         parts["tool_calls"] = float(num_calls)
         parts["tool_errors"] = float(num_calls - kinds["fine"])
         parts |= getattr(correct, "parts", {})
-        is_scored = correct is not None or has_weights
+        is_scored = correct is not None or any(weights.values())
         agent.reward(
             sum(weighted_scores) if is_scored else None,
             **parts,
