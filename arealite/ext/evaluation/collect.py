@@ -48,7 +48,6 @@ def main(argv: Sequence[str]) -> int:
         words=WORDS,
         command="arealite collect",
         description=DESCRIPTION,
-        split="train",
     )
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"out={out} is a folder, or its parent folder does not exist. Name a file.")
     check_folder(out.parent.absolute(), "folder", "out")
     preflight.check_sources(config)
-    with sampling_run.sampled(config, "train") as (tasks, samples, failed):
+    with sampling_run.sampled(config) as (tasks, samples, failed):
         selected = select(config, len(tasks), samples)
         tokenizer: Any = load_tokenizer(config.model.path)
         file_rows = rows(tasks, samples, selected, tokenizer.decode)

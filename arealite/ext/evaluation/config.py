@@ -21,6 +21,11 @@ class SamplingRunConfig(ExperimentConfig):
         """Folder of the samples."""
         return run_paths(self).root / self.name
 
+    @property
+    def split(self) -> str:
+        """The option of `dataset` with the tasks: "eval" or "train"."""
+        return "train"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(SamplingRunConfig):
@@ -30,6 +35,10 @@ class EvaluateConfig(SamplingRunConfig):
     out: str | None = opt(None, "JSON file of the result; null: eval.json in that folder")
     k: list[int] = sub(list, "values of k in pass@k, at most n; []: powers of two, and n")
     solved: float = opt(1.0, "smallest reward of a right sample")
+
+    @property
+    def split(self) -> str:
+        return "eval"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,6 @@ def main(argv: Sequence[str]) -> int:
         words=WORDS,
         command="arealite eval",
         description=DESCRIPTION,
-        split="eval",
     )
     _check_ks(config)
     if config.trainer.ppo.collector.envs:
@@ -57,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         preflight.required(config.dataset.eval, "dataset.eval")
     out = _output_file(config)
-    with sampling_run.sampled(config, "eval") as (tasks, samples, failed):
+    with sampling_run.sampled(config) as (tasks, samples, failed):
         result = report(config, tasks, samples)
     result["failed"] = dict(failed)
     json_text = json.dumps(result, indent=2, allow_nan=False)

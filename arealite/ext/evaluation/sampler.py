@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from arealite.api.agent import Agent
@@ -31,6 +31,15 @@ class Job(NamedTuple):
     task: Task
     member: int
     """Number of the sample."""
+
+
+def jobs(tasks: Sequence[Task], n: int, split: str) -> list[Job]:
+    """Return the samples of tasks: `n` of each, or in an evaluation as `Task.eval_samples` says."""
+    return [
+        Job(number, task, member)
+        for number, task in enumerate(tasks)
+        for member in range(n if split == "train" else task.eval_samples(n))
+    ]
 
 
 class ObservingCollector(Collector):
@@ -66,7 +75,6 @@ class Sampler:
     """Runs `concurrency` episodes at a time."""
 
     config: ExperimentConfig
-    _: KW_ONLY
     collector: Collector
     samples: Samples
     split: str
@@ -85,32 +93,25 @@ class Sampler:
         self._first: Failure | None = None
 
     async def run(self, tasks: Sequence[Task], n: int) -> None:
-        """Sample each task `n` times, or in an evaluation as `Task.eval_samples` says.
-
-        Samples that exist already are kept.
+        """Run the missing ones of `jobs`.
 
         Raises:
             RoleError: more than `datapipe.max_failed_share` of the latest episodes failed.
         """
         finished = self.samples.done()
-        self._all = 0
-        missing = list[Job]()
-        for number, task in enumerate(tasks):
-            num_samples = n if self.split == "train" else task.eval_samples(n)
-            self._all += num_samples
-            for member in range(num_samples):
-                if (number, member) not in finished:
-                    missing.append(Job(number, task, member))
+        all_jobs = jobs(tasks, n, self.split)
+        missing = [job for job in all_jobs if (job.number, job.member) not in finished]
+        self._all = len(all_jobs)
         self._done = self._all - len(missing)
-        jobs = iter(missing)
+        queue = iter(missing)
         concurrency = min(self._ppo.collector.concurrency, len(missing))
         async with asyncio.TaskGroup() as working:
             for place in range(concurrency):
-                working.create_task(self._work(jobs), name=f"samples {place}")
+                working.create_task(self._work(queue), name=f"samples {place}")
 
-    async def _work(self, jobs: Iterator[Job]) -> None:
+    async def _work(self, queue: Iterator[Job]) -> None:
         """Run jobs one after the other."""
-        for job in jobs:
+        for job in queue:
             for attempt in range(self._ppo.max_attempts):
                 if attempt:
                     await asyncio.sleep(back_off_s(attempt))

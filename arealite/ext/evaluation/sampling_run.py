@@ -26,7 +26,7 @@ from arealite.cli import configs, preflight, resolved
 from arealite.cli.preflight import check_sampling_packages
 from arealite.ext.evaluation.config import SamplingRunConfig
 from arealite.ext.evaluation.own_servers import own_servers
-from arealite.ext.evaluation.sampler import ObservingCollector, Sampler
+from arealite.ext.evaluation.sampler import ObservingCollector, Sampler, jobs
 from arealite.ext.evaluation.samples import Samples
 from arealite.ext.prompts.prompt_checks import check_prompts, check_rendering, uses_template
 from arealite.ext.self_check.template import check_template
@@ -60,9 +60,8 @@ def parse(
     words: Sequence[Word],
     command: str,
     description: str,
-    split: str,
 ) -> Config:
-    """Parse the command line of a command that samples; see `with_defaults` for `split`."""
+    """Parse the command line of a command that samples."""
     argv, used_flags = translate(argv, words)
     config = configs.parse(
         schema,
@@ -72,10 +71,10 @@ def parse(
     )
     outputs.protect()
     config = resolved.resolve_host(config)
-    return with_defaults(config, used_flags, split)
+    return with_defaults(config, used_flags)
 
 
-def with_defaults(config: Config, used_flags: set[str], split: str) -> Config:
+def with_defaults(config: Config, used_flags: set[str]) -> Config:
     """Set the options that a command with `--environment` or `--model` may omit.
 
     The environment generates the tasks if there is no dataset. The command starts an LLM server if
@@ -84,12 +83,11 @@ def with_defaults(config: Config, used_flags: set[str], split: str) -> Config:
     Args:
         config: The config of the command.
         used_flags: The flags on the command line.
-        split: "eval" or "train", the option of `dataset`.
     """
     dataset = config.dataset
     launcher = config.launcher
-    if "--environment" in used_flags and not getattr(dataset, split):
-        dataset = replace(dataset, **{split: GENERATED})
+    if "--environment" in used_flags and not getattr(dataset, config.split):
+        dataset = replace(dataset, **{config.split: GENERATED})
         config = replace(config, dataset=dataset)
     if "--model" in used_flags and not _is_served(config):
         print("no LLM server is running: this command starts one", file=sys.stderr)
@@ -108,7 +106,6 @@ def _is_served(config: SamplingRunConfig) -> bool:
 @contextmanager
 def sampled(
     config: SamplingRunConfig,
-    split: str,
 ) -> Generator[tuple[list[Task], Samples, Counter[str]]]:
     """Sample all tasks, without existing samples; yield (tasks, samples, failures by source).
 
@@ -118,21 +115,21 @@ def sampled(
     """
     outputs.log_to(config.folder / f"{config.name}.log")
     log.setup(config.name, "warning")
-    all_tasks = load_split(config, split)
+    all_tasks = load_split(config, config.split)
     tasks = all_tasks[: config.tasks or None]
-    check_run(config, tasks, split)
+    check_run(config, tasks)
     config.folder.mkdir(parents=True, exist_ok=True)
     lock = lock_file(config.folder / ".lock", fix="Wait for it, or choose another name=…")
     with lock, contextlib.ExitStack() as stack:
         samples = Samples(config.folder / "samples.sqlite")
         stack.callback(samples.close)
-        samples.begin(facts(config, tasks, split))
+        samples.begin(facts(config, tasks))
         if config.launcher.llm_servers:  # a run with the same names would use these servers
             names = name_dir(config)
             names.mkdir(parents=True, exist_ok=True)
             names_lock = lock_file(names / ".lock", fix="Choose another trial_name.")
             stack.enter_context(names_lock)
-        failed = sample(config, tasks, samples, split)
+        failed = sample(config, tasks, samples)
         yield tasks, samples, failed
 
 
@@ -140,20 +137,15 @@ def sample(
     config: SamplingRunConfig,
     tasks: Sequence[Task],
     samples: Samples,
-    split: str,
 ) -> Counter[str]:
     """Run the missing episodes; return the number of failed samples by source."""
-    stored = samples.done()
-    wanted = list[tuple[int, int]]()
-    for row, task in enumerate(tasks):
-        num_samples = config.n if split == "train" else task.eval_samples(config.n)
-        wanted += [(row, member) for member in range(num_samples)]
-    if stored.issuperset(wanted):
+    wanted = {(job.number, job.member) for job in jobs(tasks, config.n, config.split)}
+    if wanted <= samples.done():
         return Counter()
     import uvloop
 
     try:
-        work = _sample(config, tasks, samples, split)
+        work = _sample(config, tasks, samples)
         return uvloop.run(until_stopped(work))
     except asyncio.CancelledError:
         print(
@@ -176,20 +168,20 @@ async def _sample(
     config: SamplingRunConfig,
     tasks: Sequence[Task],
     samples: Samples,
-    split: str,
 ) -> Counter[str]:
+    is_train = config.split == "train"
     collector_config = config.trainer.ppo.collector
     client_config = collector_config.client
     client_class = clients.get(client_config.type)
     client = client_class(config, client_config)
-    collector_class = ObservingCollector if split == "train" else Collector
+    collector_class = ObservingCollector if is_train else Collector
     tokenizer = load_tokenizer(config.model.path)
     collector = collector_class(config, client, tokenizer)
     sampler = Sampler(
         config=config,
         collector=collector,
         samples=samples,
-        split="train" if split == "train" else "eval-0",
+        split="train" if is_train else "eval-0",
         progress=SampleProgress(config),
     )
 
@@ -233,10 +225,12 @@ class SampleProgress:
             )
 
 
-def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> None:
+def check_run(config: SamplingRunConfig, tasks: Sequence[Task]) -> None:
     """Check names, model, folder, servers and prompts, in the order of their cost."""
     if not tasks:
-        raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
+        raise UserError(
+            f"no environment of collector.envs has tasks: set envs.NAME.{config.split}."
+        )
     NameRegistry.of(config).check()
     if config.model.adapter:
         raise UserError(
@@ -247,14 +241,14 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     check_sampling_packages(config)
     check_name("name", config.name)
     preflight.check_envs(config)
-    check_first_rows(config, [split])
+    check_first_rows(config, [config.split])
     model_path = preflight.required(config.model.path, "model.path")
     model, _ = read_model(model_path)
     preflight.check_run_folder(config)
     entries = list[Entry]()
     if not config.launcher.llm_servers:
         entries = preflight.find_servers(config, model)
-    config = _with_sampling(config, options_of(config, split))
+    config = _with_sampling(config, options_of(config))
     contexts = preflight.contexts(config, model, entries)
     check_prompts(config, tasks, contexts)
     for warning in _template_warnings(config, tasks):
@@ -283,10 +277,10 @@ def _with_sampling(
     return replace(config, trainer=trainer)
 
 
-def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:
-    """Return the sampling options of a split."""
+def options_of(config: SamplingRunConfig) -> SamplingConfig:
+    """Return the sampling options of the split."""
     ppo = config.trainer.ppo
-    if split == "train":
+    if config.split == "train":
         return ppo.collector.sampling
     return ppo.eval.sampling
 
@@ -294,14 +288,13 @@ def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:
 def facts(
     config: SamplingRunConfig,
     tasks: Sequence[Task],
-    split: str,
 ) -> dict[str, str]:
     """Return the values that must be equal for all samples of a folder; `n` may grow."""
     collector = config.trainer.ppo.collector
     folder = Path(config.model.path).expanduser().absolute()
     rows = identity(config, tasks)
     options = {
-        "sampling": asdict(options_of(config, split)),
+        "sampling": asdict(options_of(config)),
         "agent": asdict(collector.agent),
     }
     for name, part in collector.parts.items():

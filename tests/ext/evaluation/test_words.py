@@ -104,16 +104,16 @@ def test_wrong_value_of_a_flag_is_refused(commands, words, says, capsys) -> None
 def test_model_flag_starts_a_server_only_if_there_is_none(tmp_path: Path, monkeypatch) -> None:
     config = EvaluateConfig()
     config = replace(config, cluster=replace(config.cluster, name_root=str(tmp_path)))
-    started = sampling_run.with_defaults(config, {"--model"}, "eval")
+    started = sampling_run.with_defaults(config, {"--model"})
     assert started.launcher.llm_servers == 1
-    assert sampling_run.with_defaults(config, set(), "eval") == config
+    assert sampling_run.with_defaults(config, set()) == config
     own = replace(config, launcher=replace(config.launcher, llm_servers=2))
-    assert sampling_run.with_defaults(own, {"--model"}, "eval") == own
+    assert sampling_run.with_defaults(own, {"--model"}) == own
     far = replace(config, llm_server=replace(config.llm_server, addresses=["h:1"]))
-    assert sampling_run.with_defaults(far, {"--model"}, "eval") == far
+    assert sampling_run.with_defaults(far, {"--model"}) == far
     live = [Entry(role="llm_server", id="a", value={}, age_s=0.0)]
     monkeypatch.setattr(sampling_run.NameRegistry, "list", lambda *_: live)
-    assert sampling_run.with_defaults(config, {"--model"}, "eval") == config
+    assert sampling_run.with_defaults(config, {"--model"}) == config
 
 
 @pytest.mark.processes
