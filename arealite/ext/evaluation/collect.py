@@ -85,12 +85,11 @@ def select(
             if _is_within_bounds(config, header.reward):
                 rank = inf if header.reward is None else -header.reward
                 ranked_members[task, header.seat].append((rank, member))
-    selected = set[SampleKey]()
-    for (task, seat), members in ranked_members.items():
-        best_members = sorted(members)[: config.best_of or None]
-        for _, member in best_members:
-            selected.add((task, member, seat))
-    return selected
+    return {
+        (task, member, seat)
+        for (task, seat), members in ranked_members.items()
+        for _, member in sorted(members)[: config.best_of or None]
+    }
 
 
 def _is_within_bounds(config: CollectConfig, reward: float | None) -> bool:

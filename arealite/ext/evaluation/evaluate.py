@@ -109,13 +109,14 @@ def report(
             headers_by_task[source, header.seat][row].append(header)
             versions |= {header.oldest_version, header.newest_version}
     ks = _ks(config, tasks)
-    results = list[EvalScores]()
-    for (source, seat), by_task in sorted(headers_by_task.items()):
-        scores = score(config, ks, [*by_task.values()])
-        results.append({"source": source, "seat": seat, **scores})
-    failures = EvalScores()
-    for name, (attempts, message) in samples.failures().items():
-        failures[name] = {"attempts": attempts, "first": message}
+    results = [
+        {"source": source, "seat": seat, **score(config, ks, [*by_task.values()])}
+        for (source, seat), by_task in sorted(headers_by_task.items())
+    ]
+    failures = {
+        name: {"attempts": attempts, "first": message}
+        for name, (attempts, message) in samples.failures().items()
+    }
     return {
         "model": config.model.path,
         "n": config.n,
@@ -131,10 +132,8 @@ def _ks(config: EvaluateConfig, tasks: Sequence[Task]) -> Sequence[int]:
     """Return each k of the pass@k to compute; without `config.k`, the defaults of all tasks."""
     if config.k:
         return config.k
-    ks = set[int]()
-    for num_samples in {task.eval_samples(config.n) for task in tasks}:
-        ks |= {*default_ks(num_samples)}
-    return sorted(ks)
+    nums_samples = {task.eval_samples(config.n) for task in tasks}
+    return sorted({k for num_samples in nums_samples for k in default_ks(num_samples)})
 
 
 def score(
@@ -149,15 +148,12 @@ def score(
     all_headers = [header for headers in by_task for header in headers]
     rewards_by_task = [_rewards(headers) for headers in by_task]
     num_scored = sum(map(len, rewards_by_task))
-    solved_counts = list[tuple[int, int]]()
-    for rewards in rewards_by_task:
-        num_solved = sum(reward >= config.solved for reward in rewards)
-        solved_counts.append((len(rewards), num_solved))
-    solved_rates = EvalScores()
-    for k in ks:
-        rate = mean_pass_at_k(solved_counts, k)
-        if rate:
-            solved_rates[str(k)] = as_json(rate)
+    solved_counts = [
+        (len(rewards), sum(reward >= config.solved for reward in rewards))
+        for rewards in rewards_by_task
+    ]
+    rates = {str(k): mean_pass_at_k(solved_counts, k) for k in ks}
+    solved_rates = {k: as_json(rate) for k, rate in rates.items() if rate}
     task_means = [fmean(rewards) for rewards in rewards_by_task if rewards]
     mean_reward = mean_of_tasks(task_means) if task_means else UNKNOWN
     return {
@@ -180,11 +176,9 @@ def _rewards(headers: Sequence[TrajectoryHeader]) -> list[float]:
 
 def as_json(estimate: Estimate) -> dict[str, float | None]:
     """Convert an estimate to JSON, with None for infinity."""
-    finite_numbers = dict[str, float | None]()
-    for name, number in estimate._asdict().items():
-        is_finite = abs(number) < inf
-        finite_numbers[name] = number if is_finite else None
-    return finite_numbers
+    return {
+        name: number if abs(number) < inf else None for name, number in estimate._asdict().items()
+    }
 
 
 def show(result: EvalScores) -> None:

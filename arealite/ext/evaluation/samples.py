@@ -95,10 +95,7 @@ class Samples:
     def failures(self) -> dict[str, tuple[int, str]]:
         """Return, by failure class, the number of failed attempts and the first one's detail."""
         rows = self._db.execute("SELECT kind, count, detail FROM failures ORDER BY count DESC")
-        counts = dict[str, tuple[int, str]]()
-        for kind, count, detail in rows:
-            counts[kind] = (count, detail)
-        return counts
+        return {kind: (count, detail) for kind, count, detail in rows}
 
     def headers(self) -> Iterator[tuple[int, int, list[TrajectoryHeader]]]:
         """Yield (task, member, headers) of each sample, ordered by task and member."""

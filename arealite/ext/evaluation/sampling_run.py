@@ -310,9 +310,7 @@ def facts(
 
 def _weights_digest(folder: Path) -> str:
     """Return a digest of the names, sizes and times of the weight files in a folder."""
-    files = list[tuple[str, int, int]]()
-    for file in sorted(folder.glob("*.safetensors")):
-        stat = file.stat()
-        files.append((file.name, stat.st_size, stat.st_mtime_ns))
+    stats = {file.name: file.stat() for file in sorted(folder.glob("*.safetensors"))}
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     digest = hashlib.blake2b(str(files).encode(), digest_size=8)
     return digest.hexdigest()
