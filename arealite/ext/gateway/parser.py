@@ -12,7 +12,7 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
 from arealite.ext.agents.turn_tokens import special_text
 from arealite.ext.gateway.families import FAMILIES, CallError, Family, MarkedPart, ToolSchemas, skip
-from arealite.ext.gateway.rendering import Renderer
+from arealite.ext.gateway.rendering import Renderer, any_of
 from arealite.ext.gateway.request_data import (
     ChatRequest,
     Delta,
@@ -80,7 +80,7 @@ class Scanner:
             "thought": words if family.has_channels else family.think[1:],
         }
         """Markers that may end a text or a thought."""
-        self.patterns = {mode: _any_of(markers) for mode, markers in self.ends.items()}
+        self.patterns = {mode: re.compile(any_of(markers)) for mode, markers in self.ends.items()}
 
     def feed(self, new_text: str, *, is_end: bool = False) -> list[AnswerPiece]:
         """Return the pieces that are certain after more text; at the end, all that are left."""
@@ -196,12 +196,6 @@ class Scanner:
             if close_start >= 0:
                 return close_start + len(close)
         return len(self.unread) if is_end else None
-
-
-def _any_of(markers: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of some markers."""
-    alternatives = "|".join(map(re.escape, markers))
-    return re.compile(alternatives or "(?!)")
 
 
 def read_calls(

@@ -8,7 +8,7 @@ sampled answer, because a template formats an answer differently than it was sam
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -35,6 +35,11 @@ OPENER_WINDOW = 40
 """Characters at the end of a prompt in which a thought's opener is searched."""
 NEVER = "(?!)"
 """Pattern that matches nothing."""
+
+
+def any_of(markers: Iterable[str]) -> str:
+    """Return a pattern that matches any of some markers."""
+    return "|".join(map(re.escape, markers)) or NEVER
 
 
 class Ending(NamedTuple):
@@ -64,8 +69,7 @@ class Renderer:
         opener = re.escape(family.think[0]) or NEVER
         self._opener = re.compile(rf"{opener}\s*\Z")
         tokens = tokenizer.added_tokens_decoder.values()
-        special_tokens = [re.escape(token.content) for token in tokens if token.special]
-        special = "|".join(special_tokens) or NEVER
+        special = any_of(token.content for token in tokens if token.special)
         self._special = re.compile(special)
         self._turn_end = re.compile(rf"(?:{special})\s*\Z")
         self._options: dict[str, Any] = dict(tokenizer.special_tokens_map)
