@@ -78,10 +78,23 @@ class Messages(Api):
         model: str,
         id: str,
     ) -> Events:
-        yield _message_start(id, model)
+        message = {
+            **_head(id, model),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        yield sse({"type": "message_start", "message": message})
         async for step, block, delta in common.steps(deltas):
             if delta.answer and step == "end":
-                yield _message_delta(request, delta.answer)
+                yield sse(
+                    {
+                        "type": "message_delta",
+                        "delta": _stop(request, delta.answer),
+                        "usage": _usage(delta.answer),
+                    }
+                )
                 yield sse({"type": "message_stop"})
             elif step == "added":
                 yield _block_event(step, block, {"content_block": _block(block, "")})
@@ -95,29 +108,6 @@ class Messages(Api):
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return {"type": "error", **super().error(error)}
-
-
-def _message_start(id: str, model: str) -> bytes:
-    """Return the first event of a stream."""
-    message = {
-        **_head(id, model),
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {"input_tokens": 0, "output_tokens": 0},
-    }
-    return sse({"type": "message_start", "message": message})
-
-
-def _message_delta(request: ChatRequest, answer: ParsedAnswer) -> bytes:
-    """Return the event with the reason of the end and the numbers of tokens."""
-    return sse(
-        {
-            "type": "message_delta",
-            "delta": _stop(request, answer),
-            "usage": _usage(answer),
-        }
-    )
 
 
 def _block_event(step: str, block: Block, fields: dict[str, Any]) -> bytes:

@@ -55,15 +55,10 @@ class ChatCompletions(Api):
         }
 
     def encode(self, request: ChatRequest, answers: list[ParsedAnswer], model: str) -> bytes:
-        choices = list[dict[str, Any]]()
-        for index, answer in enumerate(answers):
-            choices.append(
-                {
-                    "index": index,
-                    **self._whole(answer),
-                    **self._end(request, answer),
-                }
-            )
+        choices = [
+            {"index": index, **self._whole(answer), **self._end(request, answer)}
+            for index, answer in enumerate(answers)
+        ]
         return dumps(
             {
                 **self._head(self.object_name, answers[0].id, model),
@@ -145,16 +140,10 @@ class ChatCompletions(Api):
 
     def _logprobs(self, tokens: tuple[str, ...], logprobs: list[float]) -> dict[str, Any]:
         """Return the texts of sampled tokens with their log-probabilities."""
-        content = list[dict[str, Any]]()
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            content.append(
-                {
-                    "token": token,
-                    "logprob": logprob,
-                    "bytes": None,
-                    "top_logprobs": [],
-                }
-            )
+        content = [
+            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
         return {"content": content}
 
 

@@ -186,9 +186,7 @@ class Api(ABC):
 
 
 def _check_number_of_parts(body_json: bytes) -> None:
-    """Check that a body has few enough lists and objects; a short body always has."""
-    if len(body_json) <= MAX_PARTS:
-        return
+    """Check that a body has few enough lists and objects."""
     count = body_json.count(b"{") + body_json.count(b"[")
     if count > MAX_PARTS:
         raise ApiError(413, f"the body has {count} brackets and braces; at most {MAX_PARTS}")

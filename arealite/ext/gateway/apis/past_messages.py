@@ -13,7 +13,8 @@ from arealite.ext.gateway.request_data import ApiError, assistant, function_call
 from arealite.system.data.forms import template_role
 
 TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
-THOUGHTS = ("thinking", "redacted_thinking")
+NOT_TEXTS = ("thinking", "redacted_thinking", "tool_use")
+"""Other parts of an answer."""
 
 
 class MessageItem(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -101,18 +102,13 @@ def _named(message: ChatMessage, name: str | None) -> ChatMessage:
 
 def _assistant(item: MessageItem) -> ChatMessage:
     """Return a message of the assistant. Texts of one answer are joined without a separator."""
-    thoughts = list[str]()
-    texts = list[MessageItem]()
-    calls = list[MessageItem]()
-    for part in _parts(item.content):
-        thoughts.append(part.thinking)
-        if part.type == "tool_use":
-            calls.append(part)
-        elif part.type not in THOUGHTS:
-            texts.append(part)
+    parts = _parts(item.content)
+    calls = [part for part in parts if part.type == "tool_use"]
     calls += item.tool_calls or []
+    texts = [part for part in parts if part.type not in NOT_TEXTS]
     content = _join_texts(texts, separator="")
-    thought = "".join(thoughts) or item.reasoning_content or item.reasoning or ""
+    thought = "".join(part.thinking for part in parts)
+    thought = thought or item.reasoning_content or item.reasoning or ""
     return assistant(content, thought, [_call(call) for call in calls])
 
 

@@ -146,10 +146,7 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
 def _call_item(request: ChatRequest, call: ParsedCall, arguments: str) -> dict[str, Any]:
     """Return the finished item of a call, with the namespace of its function."""
     tools = common.read_tools(request.options.tools, "function")
-    name = call.name
-    namespace = None
-    if call.name in tools:
-        _, namespace, name = tools[call.name]
+    _, namespace, name = tools.get(call.name, (None, None, call.name))
     item = {
         "type": "function_call",
         "id": f"fc_{call.id}",
