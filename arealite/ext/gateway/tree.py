@@ -143,14 +143,9 @@ def choose(
     """Return the preferred answer or that with the call ids of a message; else the newest."""
     if preferred is not None and preferred in samples:
         return preferred
-    newest = samples[-1]
-    if len(samples) == 1:
-        return newest
     ids = call_ids(message)
-    for sample in reversed(samples):
-        if call_ids(sample.message) == ids:
-            return sample
-    return newest
+    with_ids = [sample for sample in samples if call_ids(sample.message) == ids]
+    return (with_ids or samples)[-1]
 
 
 def call_ids(message: ChatMessage) -> list[object]:
@@ -188,11 +183,8 @@ def _merged(items: Sequence[KeyedMessage]) -> KeyedMessage:
 
 def key_of(message: ChatMessage) -> Key:
     """Return the key by which a message is recognised."""
-    calls = list[tuple[str, bytes]]()
-    for call in tool_calls(message):
-        function = call["function"]
-        name = str(function["name"])
-        calls.append((name, _canonical(function["arguments"])))
+    functions = [call["function"] for call in tool_calls(message)]
+    calls = [(str(function["name"]), _canonical(function["arguments"])) for function in functions]
     return Key(
         role=str(message["role"]),
         content=str(message.get("content") or "").strip(),
