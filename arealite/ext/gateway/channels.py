@@ -16,11 +16,10 @@ def text_after(
     renderer: Renderer, new: Sequence[ChatMessage], *, has_tools: bool, last_id: int
 ) -> str:
     """Render new messages after a short answer, which takes the place of the sampled one."""
-    calls = list[Any]()
-    for message in new:
-        if message["role"] == "tool":
-            call_id = message.get("tool_call_id")
-            calls.append(function_call(call_id, message.get("name"), {}))
+    results = [message for message in new if message["role"] == "tool"]
+    calls = [
+        function_call(result.get("tool_call_id"), result.get("name"), {}) for result in results
+    ]
     answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
     kinds = TOOLS if has_tools else 0
     prepared = [renderer.prepare(message) for message in new]

@@ -215,9 +215,7 @@ def read_tags(family: Family, answer: str, at: int, tools: ToolSchemas) -> Marke
         raise CallError(f"a call must have the form {family.named}…{family.close}", at)
     name = head["name"]
     schemas = _schemas_of_arguments(tools, name)
-    arguments_json = dict[str, str]()
-    for key, unquoted in pairs:
-        arguments_json[key] = to_json(unquoted, _get(schemas, key))
+    arguments_json = {key: to_json(unquoted, _get(schemas, key)) for key, unquoted in pairs}
     fields = [f"{_json(key)}: {argument}" for key, argument in arguments_json.items()]
     end = tail.end()
     call = ParsedCall(

@@ -398,18 +398,16 @@ class Gateway:
     async def _trace(self, request: web.Request) -> web.Response:
         """Show where the tokens of each turn come from."""
         session = self._session(request)
-        turns: list[dict[str, object]] = []
-        for seat_name, agent in session.agents.items():
-            for turn in agent.record.turns:
-                origin = msgspec.to_builtins(turn.origin) or {}
-                turns.append(
-                    {
-                        "seat": seat_name,
-                        "sampled": len(turn.response.output_ids),
-                        "stop_reason": turn.response.stop_reason,
-                        **origin,
-                    }
-                )
+        turns = [
+            {
+                "seat": seat_name,
+                "sampled": len(turn.response.output_ids),
+                "stop_reason": turn.response.stop_reason,
+                **(msgspec.to_builtins(turn.origin) or {}),
+            }
+            for seat_name, agent in session.agents.items()
+            for turn in agent.record.turns
+        ]
         return _json({**_describe(session), "turns": turns})
 
 

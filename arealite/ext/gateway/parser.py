@@ -45,13 +45,13 @@ class AnswerPiece(NamedTuple):
 def unfinished(unread: str, words: Iterable[str], start: int = 0) -> int:
     """Return the length of the longest end of `unread[start:]` that may be the start of a word."""
     num_characters = len(unread) - start
-    longest = 0
-    for word in words:
-        longest_start = min(num_characters, len(word) - 1)
-        for size in range(1, longest_start + 1):
-            if size > longest and unread.endswith(word[:size]):
-                longest = size
-    return longest
+    sizes = [
+        size
+        for word in words
+        for size in range(1, min(num_characters + 1, len(word)))
+        if unread.endswith(word[:size])
+    ]
+    return max(sizes, default=0)
 
 
 class Scanner:
@@ -130,11 +130,9 @@ class Scanner:
 
     def _may_have_first(self, begin: int) -> bool:
         """Return whether the text so far may be the start of a marker."""
-        for marker in self.first:
-            beginning = self.unread[begin : begin + len(marker)]
-            if marker.startswith(beginning):
-                return True
-        return False
+        return any(
+            marker.startswith(self.unread[begin : begin + len(marker)]) for marker in self.first
+        )
 
     def _text(self, is_end: bool) -> bool:
         """Take a text or thought up to a marker, or all that cannot be the start of one."""
@@ -212,16 +210,16 @@ def read_calls(
     scanner = Scanner(family, tools)
     pieces = scanner.feed(answer, is_end=True)
     texts = [piece.content for piece in pieces if piece.kind == "text"]
-    calls = list[ToolCall]()
-    for piece in pieces:
-        if piece.call:
-            call = ToolCall(
-                call_id=ids.format(len(calls)),
-                name=piece.call.name,
-                arguments=msgspec.json.decode(piece.call.arguments),
-                error=piece.call.error,
-            )
-            calls.append(call)
+    parsed_calls = [piece.call for piece in pieces if piece.call]
+    calls = [
+        ToolCall(
+            call_id=ids.format(number),
+            name=call.name,
+            arguments=msgspec.json.decode(call.arguments),
+            error=call.error,
+        )
+        for number, call in enumerate(parsed_calls)
+    ]
     return "".join(texts), tuple(calls)
 
 
@@ -363,11 +361,7 @@ class Parser:
 
     def _add_call(self, call: ParsedCall) -> Delta:
         """Add a call to the answer."""
-        added = ParsedCall(
-            id=self._id_of(call),
-            name=call.name,
-            arguments=call.arguments,
-        )
+        added = replace(call, id=self._id_of(call), raw="")
         self.calls.append(added)
         return Delta(kind="call", call=added, index=self.index)
 

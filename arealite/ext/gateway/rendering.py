@@ -129,13 +129,13 @@ class Renderer:
         Raises:
             ApiError: 400: the template refuses the messages.
         """
-        options = {
-            **self._options,
-            "tools": tools or None,
-            "add_generation_prompt": is_prompt,
-        }
         try:
-            return self._compiled(bool(tools)).render(messages=messages, **options)
+            return self._compiled(bool(tools)).render(
+                **self._options,
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=is_prompt,
+            )
         except Exception as error:  # a template can raise anything
             alternating = _alternating(messages)
             if alternating != list(messages):
@@ -177,10 +177,9 @@ class Renderer:
         if message.get("reasoning_content"):
             short["reasoning_content"] = self._mark("T", number)
         if calls:
-            short_calls = list[dict[str, Any]]()
-            for call in calls:
-                name = call["function"]["name"]
-                short_calls.append(_stand_in_call(call.get("id"), name))
+            short_calls = [
+                _stand_in_call(call.get("id"), call["function"]["name"]) for call in calls
+            ]
             short_calls[-1]["function"]["arguments"] = {"a": mark}
             short["content"] = "c" if message["content"] else ""
             short["tool_calls"] = short_calls
@@ -252,11 +251,7 @@ class Renderer:
         if not num_calls:
             return Ending(marks=marks, calls="", turn=tail)
         match = self._turn_end.search(tail)
-        if match:
-            turn = match[0]
-        else:
-            ending_of_text = self._ending(kinds, True, False, 0)
-            turn = ending_of_text.turn
+        turn = match[0] if match else self._ending(kinds, True, False, 0).turn
         call_end = tail.removesuffix(turn)
         has_turn = call_end != tail
         return Ending(

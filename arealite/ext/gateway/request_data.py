@@ -109,10 +109,10 @@ class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     def message(self) -> ChatMessage:
         """Return the answer as a message in the form of chat templates."""
-        calls = list[dict[str, Any]]()
-        for call in self.calls:
-            arguments = msgspec.json.decode(call.arguments)
-            calls.append(function_call(call.id, call.name, arguments))
+        calls = [
+            function_call(call.id, call.name, msgspec.json.decode(call.arguments))
+            for call in self.calls
+        ]
         return assistant(self.text, self.thought, calls)
 
 
