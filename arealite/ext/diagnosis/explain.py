@@ -222,11 +222,11 @@ def _describe_wait(role: RoleStatus, wait: Waits, graph: WaitGraph) -> str:
 def _shorten(dump: str) -> list[str]:
     """Keep the most frequent stacks of tasks and threads, and the innermost calls of each."""
     lines = [line for line in dump.splitlines() if not _is_idle(line)]
-    shortened: list[str] = []
-    for kind in ("task", "thread"):
-        for line in _of_kind(kind, lines)[:MAX_STACKS]:
-            innermost_calls = line.split(" < ")[:MAX_PLACES]
-            shortened.append(" < ".join(innermost_calls))
+    shortened = [
+        " < ".join(line.split(" < ")[:MAX_PLACES])
+        for kind in ("task", "thread")
+        for line in _of_kind(kind, lines)[:MAX_STACKS]
+    ]
     return shortened or ["(idle)"]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import traceback
+from collections import defaultdict
 from types import FrameType
 
 from arealite.system.health import vitals, waits
@@ -18,24 +19,20 @@ def stacks() -> str:
     number.
     """
     names_by_thread = {thread.ident: thread.name for thread in threading.enumerate()}
-    names_by_path: dict[str, dict[str, list[str]]] = {"task": {}, "thread": {}}
+    names_by_stack = defaultdict[tuple[str, str], list[str]](list)
     for ident, frame in vitals.frames().items():
         if ident == threading.get_ident():
             continue
         calls = [_location(caller, line) for caller, line in traceback.walk_stack(frame)]
         path = " < ".join(calls)
-        names = names_by_path["thread"].setdefault(path, [])
-        names.append(names_by_thread.get(ident, "?"))
+        names_by_stack["thread", path].append(names_by_thread.get(ident, "?"))
     for watched in vitals.loops:
         for task in asyncio.all_tasks(watched.loop):
-            names = names_by_path["task"].setdefault(task_path(task), [])
-            names.append(task.get_name())
-    lines: list[str] = []
-    for kind, groups in names_by_path.items():
-        most_frequent_first = sorted(groups.items(), key=lambda group: -len(group[1]))
-        for path, names in most_frequent_first:
-            lines.append(f"{len(names)} x {kind} {names[0]}: {path}\n")
-    return "".join(lines)
+            names_by_stack["task", task_path(task)].append(task.get_name())
+    groups = [(kind, names, path) for (kind, path), names in names_by_stack.items()]
+    # Tasks are first; of each kind, the most frequent stack is first.
+    groups.sort(key=lambda group: (group[0], -len(group[1])))
+    return "".join(f"{len(names)} x {kind} {names[0]}: {path}\n" for kind, names, path in groups)
 
 
 def task_path(task: asyncio.Task[object]) -> str:
