@@ -53,9 +53,10 @@ def steps(rng: random.Random, level: int) -> dict[str, Any]:
     results = [evaluate(expressions, integers) for integers in inputs]
     if len({*map(str, results)}) < 3:
         return steps(rng, level)
-    cases: list[dict[str, Any]] = []
-    for integers, result in zip(inputs, results, strict=True):
-        cases.append({"args": [integers], "expected": result})
+    cases: list[dict[str, Any]] = [
+        {"args": [integers], "expected": result}
+        for integers, result in zip(inputs, results, strict=True)
+    ]
     example = cases.pop(0)
     head = (
         "def solve(values):\n"
@@ -101,10 +102,9 @@ def one_line(rng: random.Random) -> dict[str, Any]:
         "b": rng.randint(1, 9),
     }
     expression = template.format(**constants)
-    cases: list[dict[str, Any]] = []
-    for x in rng.sample(range(-20, 21), 5):
-        expected = eval(expression, {"x": x})
-        cases.append({"args": [x], "expected": expected})
+    cases = [
+        {"args": [x], "expected": eval(expression, {"x": x})} for x in rng.sample(range(-20, 21), 5)
+    ]
     return {
         "prompt": f"# {description.format(**constants)}\ndef f(x): return ",
         "ground_truth": expression,

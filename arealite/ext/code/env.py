@@ -135,12 +135,9 @@ class CodeEnv(Env):
         for report in reports:
             if "broken" in report:
                 raise BrokenTests(": ".join(report["broken"]))
-        num_passed = 0
-        for report in reports:
-            if "case" in report:
-                num_passed += self._passed(report, cases.expected)
+        of_cases = [report for report in reports if "case" in report]
         return Verdict(
-            passed=num_passed,
+            passed=sum(self._passed(report, cases.expected) for report in of_cases),
             total=len(cases.expected) or reported_total(reports),
             is_loaded=any("loaded" in report for report in reports),
         )
@@ -282,14 +279,12 @@ def names_read(sources: list[str]) -> list[str]:
     for source in filter(is_python, sources):
         nodes += ast.walk(ast.parse(source))
     attribute_bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    used: set[str] = set()
+    variables = [
+        node for node in nodes if isinstance(node, ast.Name) and id(node) not in attribute_bases
+    ]
+    used = {variable.id for variable in variables}
     defined = {getattr(node, "name", "") for node in nodes}
-    for node in nodes:
-        if not isinstance(node, ast.Name) or id(node) in attribute_bases:
-            continue
-        used.add(node.id)
-        if isinstance(node.ctx, ast.Store):
-            defined.add(node.id)
+    defined |= {variable.id for variable in variables if isinstance(variable.ctx, ast.Store)}
     read = used - defined
     without_builtins = read - {*dir(builtins)}
     return sorted(without_builtins or read)

@@ -73,10 +73,8 @@ class Program:
         self.starts = self.starts + 1
         self.printed = b""
         self.line.send(stdin)
-        names: dict[str, object] = {}
-        for name, data in self._answer()["loaded"].items():
-            names[name] = self.value(data, name)
-        self.names = names
+        loaded = self._answer()["loaded"]
+        self.names = {name: self.value(data, name) for name, data in loaded.items()}
 
     def ask(self, operation: str, *parts: object) -> object:
         """Return the encoded result of an operation on the program's values.
@@ -355,10 +353,7 @@ class AssertCases:
     def _trial(self, names: list[str], answer: object) -> list[list[CaseOutcome]]:
         """Run setup and sources with a stand-in that gives every request this answer."""
         absent = Absent(answer)
-        visible: dict[str, object] = {}
-        for name in names:
-            visible[name] = Remote(absent, 0, name)
-        return [*self.attempt(visible)]
+        return [*self.attempt({name: Remote(absent, 0, name) for name in names})]
 
     def attempt(self, names: dict[str, object]) -> Iterator[list[CaseOutcome]]:
         """Run setup and sources; yield, for each of them, the outcomes of its cases."""

@@ -127,10 +127,7 @@ def same_dict(
     tolerance: float,
 ) -> bool:
     """Return whether two dicts are equal; a key of `got` equals its text in `expected`."""
-    got_by_key: dict[Any, object] = {}
-    for key, value in got.items():
-        expected_key = key if key in expected else str(key)
-        got_by_key[expected_key] = value
+    got_by_key = {key if key in expected else str(key): value for key, value in got.items()}
     if got_by_key.keys() != expected.keys():
         return False
     return all(same(got_by_key[key], wanted, tolerance) for key, wanted in expected.items())
@@ -175,12 +172,10 @@ def same_words(got: list[str], expected: list[str], tolerance: float) -> bool:
     """Return whether two lines have the same words, numbers within the tolerance."""
     if len(got) != len(expected):
         return False
-    for word, wanted in zip(got, expected, strict=True):
-        if word == wanted:
-            continue
-        if not close(number(word), number(wanted), tolerance):
-            return False
-    return True
+    return all(
+        word == wanted or close(number(word), number(wanted), tolerance)
+        for word, wanted in zip(got, expected, strict=True)
+    )
 
 
 def number(word: str) -> float | None:

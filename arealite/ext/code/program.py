@@ -117,10 +117,11 @@ def run_program(job: dict[str, Any], line: JsonPipes, output_fd: int) -> None:
             code = 1
         sys.stdout.flush()
         os._exit(code & 255)
-    visible: dict[str, object] = {}
-    for name in job["names"]:
-        if name in names and not isinstance(names[name], type(sys)):
-            visible[name] = names[name]
+    visible = {
+        name: names[name]
+        for name in job["names"]
+        if name in names and not isinstance(names[name], type(sys))
+    }
     serve(visible, line)
 
 
