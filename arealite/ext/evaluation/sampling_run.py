@@ -6,7 +6,7 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -145,8 +145,7 @@ def sample(
     import uvloop
 
     try:
-        work = _sample(config, tasks, samples)
-        return uvloop.run(until_stopped(work))
+        return uvloop.run(_sample(config, tasks, samples))
     except asyncio.CancelledError:
         print(
             f"{len(samples.done())} of {len(wanted)} samples are stored in {config.folder}: "
@@ -156,19 +155,15 @@ def sample(
         raise KeyboardInterrupt from None
 
 
-async def until_stopped(work: Coroutine[object, object, Counter[str]]) -> Counter[str]:
-    """Return the result of `work`; a stop signal cancels it."""
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    on_stop(loop, lambda _: task.cancel())
-    return await task
-
-
 async def _sample(
     config: SamplingRunConfig,
     tasks: Sequence[Task],
     samples: Samples,
 ) -> Counter[str]:
+    """Run the missing episodes; a stop signal cancels this task."""
+    task = asyncio.current_task()
+    assert task is not None
+    on_stop(asyncio.get_running_loop(), lambda _: task.cancel())
     is_train = config.split == "train"
     collector_config = config.trainer.ppo.collector
     client_config = collector_config.client
