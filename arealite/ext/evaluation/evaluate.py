@@ -132,8 +132,8 @@ def _ks(config: EvaluateConfig, tasks: Sequence[Task]) -> Sequence[int]:
     """Return each k of the pass@k to compute; without `config.k`, the defaults of all tasks."""
     if config.k:
         return config.k
-    nums_samples = {task.eval_samples(config.n) for task in tasks}
-    return sorted({k for num_samples in nums_samples for k in default_ks(num_samples)})
+    sample_counts = {task.eval_samples(config.n) for task in tasks}
+    return sorted({k for num_samples in sample_counts for k in default_ks(num_samples)})
 
 
 def score(

@@ -91,8 +91,10 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
     file.write(page(page_data["name"], page_data))
     chunks = report_rows.Chunks(paths)
     for number, chunk in enumerate(report_rows.cut(rows)):
-        for letter, content in zip("txr", chunks.pack(chunk), strict=True):
-            file.write(block(f"{letter}{number}", content))
+        token_ids, tokens, turns = chunks.pack(chunk)
+        file.write(block(f"t{number}", token_ids))
+        file.write(block(f"x{number}", tokens))
+        file.write(block(f"r{number}", turns))
     vocabulary = Vocabulary.find(model_folders(paths))
     file.write(block("end", words(chunks, vocabulary)))
     file.write("</body></html>\n")

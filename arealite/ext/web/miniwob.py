@@ -97,7 +97,7 @@ class BrowserEnv(Env):
                 is_over=is_over,
                 shows_address=False,
             )
-        state = TaskState(*view.state)
+        state = TaskState.of(view)
         score = float(state.raw_reward or 0.0) if state.is_task_page else LEFT
         agent.reward(score, success=float(score > 0))
 
@@ -119,10 +119,18 @@ class TaskState(NamedTuple):
     is_done: Any = None
     raw_reward: Any = None
 
+    @classmethod
+    def of(cls, view: "View") -> "TaskState":
+        """Return the state of a view."""
+        if not view.state:
+            return cls()
+        is_task_page, is_done, raw_reward = view.state
+        return cls(is_task_page, is_done, raw_reward)
+
 
 def is_over(view: "View") -> bool:
     """Return whether the task is finished or the agent has left its page."""
-    state = TaskState(*view.state)
+    state = TaskState.of(view)
     return not state.is_task_page or bool(state.is_done)
 
 
@@ -174,8 +182,9 @@ def page_names() -> set[str]:
     """Return the names of all pages of the package."""
     root = html_folder()
     pages = {file.stem for file in root.glob("miniwob/*.html")}
-    flights = {f"flight.{file.parent.name}" for file in root.glob("flight/*/wrapper.html")}
-    return pages | flights
+    for file in root.glob("flight/*/wrapper.html"):
+        pages.add(f"flight.{file.parent.name}")
+    return pages
 
 
 def page_path(name: str) -> str:

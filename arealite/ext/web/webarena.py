@@ -185,9 +185,12 @@ def tasks_of_split(
 ) -> list[dict[str, Any]]:
     """Return the tasks of a split: every `held_out`-th task is left out of the split train."""
     is_train = split == "train"
-    return [
-        task for number, task in enumerate(tasks, start=1) if (number % held_out == 0) != is_train
-    ]
+    selected: list[dict[str, Any]] = []
+    for number, task in enumerate(tasks, start=1):
+        is_held_out = number % held_out == 0
+        if is_held_out != is_train:
+            selected.append(task)
+    return selected
 
 
 def load_tasks(config: Any) -> list[dict[str, Any]]:
