@@ -112,40 +112,35 @@ def row_of(datum: Datum, adapter: str, *, num_targets: int) -> Row:
     """
     last = max(0, int(datum.targets.flat[-1])) if num_targets == 0 else 0
     tokens = np.append(datum.tokens_T, np.int32(last)).astype(np.int32)
-    targets = datum.targets
-    fields = {name: _field(values, num_targets) for name, values in datum.inputs.items()}
-    has_target = (targets >= 0).astype(np.float32)
-    fields[HAS_TARGET] = _field(has_target, num_targets)
+    has_target = (datum.targets >= 0).astype(np.float32)
+    inputs = {**datum.inputs, HAS_TARGET: has_target}
     top_ids = None
     if num_targets:
-        ids = targets if targets.ndim == 2 else targets[:, None]
-        missing = num_targets - ids.shape[1]
-        top_ids = np.pad(ids, ((1, 0), (0, missing)), constant_values=-1).astype(np.int32)
+        top_ids = _field(datum.targets.astype(np.int32), num_targets, fill=-1)
     return Row(
         tokens=tokens,
         loss_mask=np.arange(len(tokens)) > 0,
         temperature=1.0,
-        fields=fields,
+        fields={name: _field(values, num_targets) for name, values in inputs.items()},
         top_ids=top_ids,
         adapter=adapter,
     )
 
 
-def _field(values: np.ndarray, num_targets: int) -> np.ndarray:
+def _field(values: np.ndarray, num_targets: int, *, fill: int = 0) -> np.ndarray:
     """Return values of the targets as a field of the row, [T + 1] or [T + 1, K]."""
     if not num_targets:
         return np.pad(values, (1, 0))
-    columns = values if values.ndim == 2 else values[:, None]
-    return np.pad(columns, ((1, 0), (0, num_targets - columns.shape[1])))
+    columns = values.reshape(len(values), -1)
+    missing = num_targets - columns.shape[1]
+    return np.pad(columns, ((1, 0), (0, missing)), constant_values=fill)
 
 
 def rows_of(data: Sequence[Datum], adapter: str) -> list[Row]:
     """Return the training rows of the data of a call."""
     num_targets = 0
     if not all(datum.is_shifted for datum in data):
-        num_targets = max(
-            datum.targets.shape[-1] if datum.targets.ndim == 2 else 1 for datum in data
-        )
+        num_targets = max(datum.targets[0].size for datum in data)
     return [row_of(datum, adapter, num_targets=num_targets) for datum in data]
 
 
@@ -153,10 +148,8 @@ def logprobs_of(rows: Sequence[Row], data: Sequence[Datum]) -> list[np.ndarray]:
     """Return the log-probability of each target, float32 as `Datum.targets`; 0 where none is."""
     results = list[np.ndarray]()
     for row, datum in zip(rows, data, strict=True):
-        values = row.fields[OUTPUT][1:]
-        if values.ndim == 2:
-            values = (
-                values[:, : datum.targets.shape[1]] if datum.targets.ndim == 2 else values[:, 0]
-            )
+        num_targets = datum.targets[0].size
+        columns = row.fields[OUTPUT][1:].reshape(len(datum.targets), -1)
+        values = columns[:, :num_targets].reshape(datum.targets.shape)
         results.append(np.where(datum.targets >= 0, values, np.float32(0)))
     return results
