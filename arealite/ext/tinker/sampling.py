@@ -12,7 +12,7 @@ import numpy as np
 
 from arealite.base.errors import UserError
 from arealite.ext.session.calls import Call
-from arealite.ext.session.sample_rows import PromptScores, Sample
+from arealite.ext.session.sample_rows import Sample
 from arealite.ext.session.training_session import Session
 from arealite.ext.tinker import bodies, messages
 from arealite.ext.tinker.results import PROTOBUF, FutureResult
@@ -42,22 +42,18 @@ class LoadedAdapters:
                 load = self._session.serve(name, folder)
                 self._loads[name] = load
             self._loads.move_to_end(name)
-            await self._loaded(name, load)
+            try:
+                await load
+            except Exception:  # a later request loads it again
+                if self._loads.get(name) is load:
+                    del self._loads[name]
+                raise
             yield
         finally:
             self._num_uses[name] -= 1
             if not self._num_uses[name]:
                 del self._num_uses[name]
             self._unload_oldest()
-
-    async def _loaded(self, name: str, load: Call[Any]) -> None:
-        """Wait until an adapter is loaded. If that fails, a later request loads it again."""
-        try:
-            await load
-        except Exception:
-            if self._loads.get(name) is load:
-                del self._loads[name]
-            raise
 
     def _unload_oldest(self) -> None:
         """Begin to unload the adapters beyond the limit that no request uses."""
@@ -111,25 +107,22 @@ class SamplingClient:
         response = messages.make("SampleResponse")
         try:
             async with asyncio.TaskGroup() as tasks:
-                sampling = tasks.create_task(self._samples(body, prompt))
                 if body.prompt_logprobs or body.topk_prompt_logprobs:
                     tasks.create_task(self._add_scores(response, body, prompt))
+                samples = await self._session.sample(
+                    prompt,
+                    n=body.num_samples,
+                    adapter=self._adapter,
+                    seed=body.sampling_params.seed,
+                    is_trained_on=False,
+                    top_logprobs=body.topk_sample_logprobs,
+                    **options_of(body.sampling_params, self._session.context_length - len(prompt)),
+                )
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        for sample in sampling.result():
+        for sample in samples:
             response.sequences.append(_sequence(sample, body.topk_sample_logprobs))
         return FutureResult(body=messages.serialized(response), content_type=PROTOBUF)
-
-    async def _samples(self, body: bodies.SampleBody, prompt: list[int]) -> list[Sample]:
-        return await self._session.sample(
-            prompt,
-            n=body.num_samples,
-            adapter=self._adapter,
-            seed=body.sampling_params.seed,
-            is_trained_on=False,
-            top_logprobs=body.topk_sample_logprobs,
-            **options_of(body.sampling_params, self._session.context_length - len(prompt)),
-        )
 
     async def _add_scores(
         self,
@@ -137,9 +130,22 @@ class SamplingClient:
         body: bodies.SampleBody,
         prompt: list[int],
     ) -> None:
+        """Add the log-probabilities of the prompt's tokens; those of the first one are unknown."""
         num_top = body.topk_prompt_logprobs
         scores = await self._session.score(prompt, adapter=self._adapter, top=num_top)
-        _add_scores(response, scores, body)
+        num_tokens = len(prompt)
+        num_scored = min(body.prompt_logprobs_last_n or num_tokens, num_tokens - 1)
+        begin = num_tokens - num_scored
+        if body.prompt_logprobs:
+            logprobs = np.full(num_tokens, math.nan, "<f4")
+            logprobs[begin:] = scores.logprobs[begin - 1 :]
+            response.prompt_logprobs = logprobs.tobytes()
+        if num_top:
+            ids = np.full((num_tokens, num_top), -1, "<i4")
+            logprobs = np.zeros(ids.shape, "<f4")
+            ids[begin:] = scores.top_ids[begin - 1 :]
+            logprobs[begin:] = scores.top_logprobs[begin - 1 :]
+            response.topk_prompt_logprobs.CopyFrom(messages.top_logprobs(ids, logprobs))
 
 
 def checked_prompt(body: bodies.SampleBody, vocabulary: int) -> list[int]:
@@ -205,24 +211,3 @@ def _sequence(sample: Sample, num_top: int) -> Any:
         top = messages.top_logprobs(sample.top_ids, sample.top_logprobs)
         sequence.topk_sampled_logprobs.CopyFrom(top)
     return sequence
-
-
-def _add_scores(
-    response: Any,
-    scores: PromptScores,
-    body: bodies.SampleBody,
-) -> None:
-    """Add the log-probabilities of the prompt's tokens; those of the first one are unknown."""
-    num_tokens = len(scores.logprobs) + 1
-    num_scored = min(body.prompt_logprobs_last_n or num_tokens, num_tokens - 1)
-    begin = num_tokens - num_scored
-    if body.prompt_logprobs:
-        logprobs = np.full(num_tokens, math.nan, "<f4")
-        logprobs[begin:] = scores.logprobs[begin - 1 :]
-        response.prompt_logprobs = logprobs.tobytes()
-    if body.topk_prompt_logprobs:
-        ids = np.full((num_tokens, body.topk_prompt_logprobs), -1, "<i4")
-        logprobs = np.zeros(ids.shape, "<f4")
-        ids[begin:] = scores.top_ids[begin - 1 :]
-        logprobs[begin:] = scores.top_logprobs[begin - 1 :]
-        response.topk_prompt_logprobs.CopyFrom(messages.top_logprobs(ids, logprobs))
