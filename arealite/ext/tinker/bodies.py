@@ -9,13 +9,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """A body."""
 
 
-class CreateSession(Body, frozen=True, kw_only=True):
-    """POST /create_session."""
-
-    sdk_version: str = ""
-    user_metadata: dict[str, Any] | None = None
-
-
 class SessionOnly(Body, frozen=True, kw_only=True):
     """A body with a client session."""
 
@@ -27,7 +20,6 @@ class LoraOptions(Body, frozen=True, kw_only=True):
 
     rank: int
     seed: int | None = None
-    train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
@@ -69,7 +61,6 @@ class OptimStep(ModelOnly, frozen=True, kw_only=True):
 
     seq_id: int
     adam_params: AdamParams | None = None
-    optimizer_params: OptimizerChoice | None = None
 
 
 class SaveWeights(ModelOnly, frozen=True, kw_only=True):
@@ -78,7 +69,6 @@ class SaveWeights(ModelOnly, frozen=True, kw_only=True):
     seq_id: int
     path: str | None = None
     overwrite: bool = False
-    ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
 
 
@@ -89,7 +79,6 @@ class SaveForSampler(ModelOnly, frozen=True, kw_only=True):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
 
 
@@ -102,7 +91,6 @@ class LoadWeights(Body, frozen=True, kw_only=True):
     seq_id: int | None = None
     session_id: str | None = None
     model_seq_id: int | None = None
-    base_model: str | None = None
     optimizer_config: OptimizerChoice | None = None
 
 

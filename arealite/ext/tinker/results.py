@@ -130,6 +130,12 @@ class Results:
             oldest = self._requests.pop(self._finished.popleft())
             self._num_bytes -= len(oldest.result.result().body) + OVERHEAD
 
+    def submit(self, request_id: str, body: bytes, job: RequestJob) -> None:
+        """Run a job in a task, unless the client has sent its request before; see `begin`."""
+        pending = self.begin(request_id, body)
+        if pending is not None:
+            self.start(pending, job)
+
     def start(self, pending: PendingRequest, job: RequestJob) -> None:
         """Run a job in a task, which `cancel` can cancel."""
         task = asyncio.create_task(self.run(pending, job))

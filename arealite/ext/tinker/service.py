@@ -57,16 +57,6 @@ class Tenant:
         self.models = dict[str, TrainedModel]()
         self.samplers = dict[str, SamplingClient]()
 
-    def models_of(self, session: ClientSession) -> list[TrainedModel]:
-        """Return the models of a session."""
-        prefix = f"{session.id}:"
-        return [model for model in self.models.values() if model.id.startswith(prefix)]
-
-    def samplers_of(self, session: ClientSession) -> list[SamplingClient]:
-        """Return the sampling clients of a session."""
-        prefix = f"{session.id}:"
-        return [sampler for sampler in self.samplers.values() if sampler.id.startswith(prefix)]
-
     def session_or_ended(self, session_id: str) -> ClientSession:
         """Return a session, also one that has ended.
 
@@ -107,6 +97,12 @@ def _one_of(objects: Mapping[str, T], kind: str, object_id: str) -> T:
     if object_id not in objects:
         raise Unavailable(404, f"there is no {kind} {object_id!r:.100}. Make a new one.")
     return objects[object_id]
+
+
+def _of_session(objects: Mapping[str, T], session: ClientSession) -> list[T]:
+    """Return the models, or the sampling clients, of a session."""
+    prefix = f"{session.id}:"
+    return [item for object_id, item in objects.items() if object_id.startswith(prefix)]
 
 
 class Service:
@@ -184,9 +180,9 @@ class Service:
     async def end_session(self, tenant: Tenant, session: ClientSession) -> None:
         """Remove the models and sampling clients of a session; their checkpoints stay."""
         session.is_ended = True
-        for sampler in tenant.samplers_of(session):
+        for sampler in _of_session(tenant.samplers, session):
             tenant.samplers.pop(sampler.id, None)
-        for model in tenant.models_of(session):
+        for model in _of_session(tenant.models, session):
             tenant.models.pop(model.id, None)
             await model.close("the session of this model has ended")
         ended = [item.id for item in tenant.sessions.values() if item.is_ended]
@@ -214,8 +210,8 @@ class Service:
         """Save the models of a session, and end it."""
         saved = list[str]()
         try:
-            for model in tenant.models_of(session):
-                saved.append(await model.save_state(LAST_STATE, overwrite=True))
+            for model in _of_session(tenant.models, session):
+                saved.append(await model.write("weights", LAST_STATE, overwrite=True))
         finally:
             logger.warning("session ended without heartbeat", tenant=tenant.name, saved=saved)
             await self.end_session(tenant, session)
@@ -334,13 +330,11 @@ class Service:
             "lora_rank": spec.rank,
         }
 
-    def unload_model(self, tenant: Tenant, model_id: str, raw: bytes) -> str:
+    def unload_model(self, tenant: Tenant, body: bodies.ModelOnly, raw: bytes) -> str:
         """Begin to remove a model; return the id of the result."""
-        model = tenant.model(model_id)
-        request_id = f"{model_id}:unload"
-        pending = tenant.results.begin(request_id, raw)
-        if pending is not None:
-            tenant.results.start(pending, partial(self._unload, tenant, model))
+        model = tenant.model(body.model_id)
+        request_id = f"{model.id}:unload"
+        tenant.results.submit(request_id, raw, partial(self._unload, tenant, model))
         return request_id
 
     async def _unload(self, tenant: Tenant, model: TrainedModel) -> FutureResult:
@@ -365,7 +359,7 @@ class Service:
     ) -> FutureResult:
         """Write the weights; without a name, make a sampling client of them."""
         if body.path is not None:
-            path = await model.save_for_sampler(body.path, body.user_metadata)
+            path = await model.write("sampler_weights", body.path, metadata=body.user_metadata)
             return FutureResult.of({"path": path, "type": "save_weights_for_sampler"})
         session_id, _, _ = model.id.partition(":")
         session = tenant.session(session_id)
@@ -439,9 +433,7 @@ class Service:
         if not 1 <= body.num_samples <= MAX_SAMPLES:
             raise UserError(f"num_samples={body.num_samples}: use 1 to {MAX_SAMPLES}.")
         request_id = f"{sampler.id}:{body.seq_id}"
-        pending = tenant.results.begin(request_id, raw)
-        if pending is not None:
-            tenant.results.start(pending, partial(sampler.sample, body))
+        tenant.results.submit(request_id, raw, partial(sampler.sample, body))
         ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from arealite.base import log
 from arealite.base.errors import UserError, one_line
@@ -20,8 +21,9 @@ from arealite.ext.http_server.http_limits import LimitedRunner
 from arealite.ext.tinker import bodies, messages
 from arealite.ext.tinker.checkpoints import PREFIX, TYPES, Checkpoint
 from arealite.ext.tinker.config import TinkerConfig
-from arealite.ext.tinker.results import JSON, Unavailable
+from arealite.ext.tinker.results import JSON, FutureResult, Unavailable
 from arealite.ext.tinker.service import Service, Tenant
+from arealite.ext.tinker.training import TrainedModel
 
 logger = log.get(__name__)
 
@@ -53,8 +55,7 @@ class TinkerServer:
             UserError: The port is in use.
         """
         limit = self._options.max_body_mb * 2**20
-        middlewares = [guard("", self._options.host), self._answer_errors, self._identify]
-        app = web.Application(middlewares=middlewares)
+        app = web.Application(middlewares=[guard("", self._options.host), self._answer])
         for path, handler in self._routes().items():
             method, _, name = path.partition(" ")
             app.router.add_route(method, f"{API}/{name}", handler)
@@ -73,7 +74,7 @@ class TinkerServer:
             watching.cancel()
             await runner.cleanup()
 
-    def _routes(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+    def _routes(self) -> dict[str, Handler]:
         service = self._service
         return {
             "GET healthz": _healthz,
@@ -83,27 +84,19 @@ class TinkerServer:
                 bodies.Body, lambda *_: {"sample_cancel_enabled": True}
             ),
             "POST telemetry": self._post(bodies.Body, lambda *_: {"status": "accepted"}),
-            "POST create_session": self._post(bodies.CreateSession, self._create_session),
+            "POST create_session": self._post(bodies.Body, self._create_session),
             "POST session_heartbeat": self._post(bodies.SessionOnly, self._heartbeat),
             "POST sessions/{id}/finish": self._without_body(self._finish_session),
             "POST create_model": self._post(bodies.CreateModel, self._future(service.create_model)),
             "POST get_info": self._post(
                 bodies.ModelOnly, lambda tenant, body, _: service.model_info(tenant, body.model_id)
             ),
-            "POST unload_model": self._post(
-                bodies.ModelOnly,
-                self._future(
-                    lambda tenant, body, raw: service.unload_model(tenant, body.model_id, raw)
-                ),
-            ),
+            "POST unload_model": self._post(bodies.ModelOnly, self._future(service.unload_model)),
             "POST forward_backward": self._forward_backward,
             "POST optim_step": self._post(
-                bodies.OptimStep,
-                self._of_model(lambda model, body: partial(model.optim_step, body)),
+                bodies.OptimStep, self._of_model(TrainedModel.optim_step)
             ),
-            "POST save_weights": self._post(
-                bodies.SaveWeights, self._of_model(lambda model, body: partial(model.save, body))
-            ),
+            "POST save_weights": self._post(bodies.SaveWeights, self._of_model(TrainedModel.save)),
             "POST load_weights": self._post(bodies.LoadWeights, self._future(service.load_weights)),
             "POST save_weights_for_sampler": self._post(
                 bodies.SaveForSampler, self._future(service.save_for_sampler)
@@ -131,12 +124,11 @@ class TinkerServer:
     # ------------------------------------------------------------ how a route answers
 
     @web.middleware
-    async def _answer_errors(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Find the tenant of a request, before its body is read; answer an error as JSON."""
         try:
+            if request.path != KEYLESS_PATH:
+                request[TENANT] = self._service.tenant_of(request.headers.get("X-API-Key", ""))
             return await handler(request)
         except UserError as error:
             return _refusal(422, one_line(error))
@@ -147,21 +139,7 @@ class TinkerServer:
                 return _refusal(404, f"this service has no {request.method} {request.path:.200}.")
             return _refusal(error.status, error.reason)
 
-    @web.middleware
-    async def _identify(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
-        """Find the tenant of a request, before its body is read."""
-        if request.path != KEYLESS_PATH:
-            request[TENANT] = self._service.tenant_of(request.headers.get("X-API-Key", ""))
-        return await handler(request)
-
-    def _without_body(
-        self,
-        answer: Callable[[Tenant, web.Request], object],
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _without_body(self, answer: Callable[[Tenant, web.Request], object]) -> Handler:
         """Return a handler that reads no body."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -169,11 +147,7 @@ class TinkerServer:
 
         return handle
 
-    def _post(
-        self,
-        kind: type[B],
-        answer: Answer,
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _post(self, kind: type[B], answer: Answer) -> Handler:
         """Return a handler of requests with a JSON body."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -187,12 +161,12 @@ class TinkerServer:
         """Return an answer with the id of the result."""
         return lambda tenant, body, raw: {"request_id": begin(tenant, body, raw)}
 
-    def _of_model(self, job_of: Callable[[Any, Any], Any]) -> Answer:
-        """Return an answer that begins a job of the body's model, in its turn."""
+    def _of_model(self, method: Callable[[TrainedModel, Any], Awaitable[FutureResult]]) -> Answer:
+        """Return an answer that begins a method of the body's model, in its turn."""
 
         def answer(tenant: Tenant, body: Any, raw: bytes) -> object:
             model = tenant.model(body.model_id)
-            request_id = model.submit(body.seq_id, raw, job_of(model, body))
+            request_id = model.submit(body.seq_id, raw, partial(method, model, body))
             return {"request_id": request_id, "model_id": model.id}
 
         return answer

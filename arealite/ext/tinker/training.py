@@ -176,22 +176,10 @@ class TrainedModel:
     async def save(self, body: bodies.SaveWeights) -> FutureResult:
         """Write the checkpoint of a request."""
         name = body.path or f"{body.seq_id:06d}"
-        path = await self.save_state(name, overwrite=body.overwrite, metadata=body.user_metadata)
+        path = await self.write(
+            "weights", name, overwrite=body.overwrite, metadata=body.user_metadata
+        )
         return FutureResult.of({"path": path, "type": "save_weights"})
-
-    async def save_state(
-        self,
-        name: str,
-        *,
-        overwrite: bool,
-        metadata: dict[str, str] | None = None,
-    ) -> str:
-        """Write a checkpoint that can be trained further; return its path."""
-        return await self._write("weights", name, overwrite=overwrite, metadata=metadata)
-
-    async def save_for_sampler(self, name: str, metadata: dict[str, str] | None) -> str:
-        """Write a checkpoint for sampling; return its path."""
-        return await self._write("sampler_weights", name, overwrite=False, metadata=metadata)
 
     async def save_snapshot(self, number: int, *, keep: int) -> str:
         """Write the weights for a sampling client without a name; return their path.
@@ -200,21 +188,21 @@ class TrainedModel:
             number: The number of the request.
             keep: Number of the model's snapshots that are kept.
         """
-        path = await self._write(SNAPSHOTS, f"{number:06d}", overwrite=True, metadata=None)
+        path = await self.write(SNAPSHOTS, f"{number:06d}", overwrite=True)
         self._snapshots.append(path)
         while len(self._snapshots) > keep:
             self._checkpoints.remove(self._snapshots.popleft())
         return path
 
-    async def _write(
+    async def write(
         self,
         kind: str,
         name: str,
         *,
-        overwrite: bool,
-        metadata: dict[str, str] | None,
+        overwrite: bool = False,
+        metadata: dict[str, str] | None = None,
     ) -> str:
-        """Write a checkpoint; return its path."""
+        """Write a checkpoint of one of KINDS; return its path."""
         path = f"{PREFIX}{self.id}/{kind}/{name}"
         begin = partial(self._checkpoints.begin, path, overwrite=overwrite)
         folder = await asyncio.to_thread(begin)
