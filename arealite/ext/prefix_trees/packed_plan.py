@@ -4,7 +4,6 @@ A plan is a deterministic function of the rows (see `algo/partition.py`).
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,11 +33,9 @@ def packed(
     num_bins = max(bin_of_part) + 1
     for num_balanced in (num_bins, num_bins + 1):
         balanced = balance(tokens, ranks=num_balanced)
-        loads = [0] * num_balanced
-        for part, bin_index in enumerate(balanced):
-            loads[bin_index] += tokens[part]
-        num_parts = Counter(balanced)
-        if all(load <= budget or num_parts[index] == 1 for index, load in enumerate(loads)):
+        num_tokens = np.bincount(balanced, tokens)
+        num_parts = np.bincount(balanced)
+        if ((num_tokens <= budget) | (num_parts == 1)).all():
             num_bins = num_balanced
             bin_of_part = balanced
             break
