@@ -37,9 +37,9 @@ class ScoreOptions(NamedTuple):
     """How attention scores are computed from the products of queries and keys."""
 
     scale: float
-    softcap: float | None
+    softcap: float | None = None
     """Scores are capped by softcap · tanh; None: no cap."""
-    sinks: Tensor | None
+    sinks: Tensor | None = None
     """A further score of each head, without a value; None: no sinks."""
 
     @property
@@ -108,20 +108,13 @@ def attend(
     if tree is None:
         if scores.are_plain:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        attended = _row(query, key, value, attention_mask, **scores._asdict())
+        attended = _row(query, key, value, attention_mask, scores)
         return attended.transpose(1, 2).contiguous(), None
     if query.is_meta:
         attended = query.new_empty((*query.shape[:-1], value.shape[-1]))
         return attended.transpose(1, 2), None
     window = options.get("sliding_window") or 0
-    return _attend_packed(
-        query,
-        key,
-        value,
-        tree,
-        scores=scores,
-        window=window,
-    ), None
+    return _attend_packed(query, key, value, tree, scores, window), None
 
 
 def _check_arguments(
@@ -147,7 +140,6 @@ def _attend_packed(
     key: Tensor,
     value: Tensor,
     tree: PrefixTree,
-    *,
     scores: ScoreOptions,
     window: int,
 ) -> Tensor:
@@ -162,15 +154,7 @@ def _attend_packed(
         window: Number of tokens to which a token attends, with itself; 0: all.
     """
     if _has_flash_kernel(query, scores):
-        qkv = _flattened(query, key, value)
-        capped = {"softcap": scores.softcap} if scores.softcap else {}
-        return _flash(
-            qkv,
-            tree,
-            scale=scores.scale,
-            window=window,
-            **capped,
-        )[None]
+        return _flash(_flattened(query, key, value), tree, scores, window)[None]
     width = query.shape[-1]
     value_width = value.shape[-1]
     longest = max(map(len, tree.paths))
@@ -182,14 +166,7 @@ def _attend_packed(
         flat_value = pad(flat_value, (0, width - value_width))  # the kernel needs one width
         attended = kernel.attend(flat_query, flat_key, flat_value, scores.scale)
         return attended[None, ..., :value_width]
-    return _attend_by_node(
-        query,
-        key,
-        value,
-        tree,
-        scores=scores,
-        window=window,
-    )
+    return _attend_by_node(query, key, value, tree, scores, window)
 
 
 def _has_flash_kernel(query: Tensor, scores: ScoreOptions) -> bool:
@@ -214,7 +191,6 @@ def _attend_by_node(
     key: Tensor,
     value: Tensor,
     tree: PrefixTree,
-    *,
     scores: ScoreOptions,
     window: int,
 ) -> Tensor:
@@ -234,7 +210,7 @@ def _attend_by_node(
             key[:, :, path_positions],
             value[:, :, path_positions],
             mask,
-            **scores._asdict(),
+            scores,
         )
         outputs.append(attended)
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
@@ -243,10 +219,8 @@ def _attend_by_node(
 def _flash(
     qkv: list[Tensor],
     tree: PrefixTree,
-    *,
-    scale: float,
+    scores: ScoreOptions,
     window: int,
-    **capped: float,
 ) -> Tensor:
     """Attend over [N, heads, D] with flash_attn if it is installed, else with torch.
 
@@ -266,18 +240,19 @@ def _flash(
     if HAS_FLASH_ATTN:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore
 
+        capped = {"softcap": scores.softcap} if scores.softcap else {}
         attended: Any = flash_attn_varlen_func(
             query,
             key,
             value,
             *tree.flash_bounds,
-            softmax_scale=scale,
+            softmax_scale=scores.scale,
             causal=True,
             window_size=(left, 0),
             **capped,
         )
         return attended[..., :value_width]
-    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    options: dict[str, Any] = {"scale": scores.scale, "window_size": (left, 0)}
     if "enable_gqa" in KNOWN:
         options["enable_gqa"] = True
     else:
@@ -301,35 +276,29 @@ def _row(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    options: ScoreOptions,
 ) -> Tensor:
-    """Attend over [B, heads, N, D] under a boolean or added mask; None: causally.
-
-    Scores are capped by softcap · tanh. A sink is a further score of its head without a value.
-    """
-    if softcap is None and sinks is None:
+    """Attend over [B, heads, N, D] under a boolean or added mask; None: causally."""
+    if options.are_plain:
         return scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None,
-            scale=scale,
+            scale=options.scale,
             enable_gqa=True,
         )
     key, value = _repeat_heads(query, key, value)
-    scores = (query @ key.mT * scale).float()
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
+    scores = (query @ key.mT * options.scale).float()
+    if options.softcap is not None:
+        scores = (scores / options.softcap).tanh() * options.softcap
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    if sinks is not None:
-        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if options.sinks is not None:
+        sink = options.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1).to(value.dtype)
     return weights[..., : key.shape[2]] @ value

@@ -303,10 +303,11 @@ def test_flash_attention_gets_the_right_arguments(
     how: str, rows: list[list[int]], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkv, tree = given(rows)
+    scores = attention.ScoreOptions(scale=0.3)
     expected = torch.empty_like(qkv[0])
     for path in map(torch.from_numpy, tree.paths):
         row = (tensor[path].transpose(0, 1)[None] for tensor in qkv)
-        whole = attention._row(*row, banded(len(path), window), scale=0.3)
+        whole = attention._row(*row, banded(len(path), window), scores)
         expected[path] = whole[0].transpose(0, 1)
     four_d = [tensor.transpose(0, 1)[None] for tensor in qkv]
     options = {"prefix_tree": tree, "sliding_window": window, "scaling": 0.3}
@@ -335,7 +336,7 @@ def test_flash_attention_gets_the_right_arguments(
     module = ModuleType("flash_attn")
     vars(module)["flash_attn_varlen_func"] = function
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    got = attention._flash(qkv, tree, scale=0.3, window=window)
+    got = attention._flash(qkv, tree, scores, window)
     torch.testing.assert_close(got, expected)
 
 
@@ -348,7 +349,8 @@ def test_flash_attention_of_torch_accepts_the_shapes() -> None:
     trees = [given(rows)[1] for rows in ROWS]
     for window, tree in itertools.product((0, 3), trees):
         tree.device = torch.device("meta")
-        output = attention._flash([query, key, value], tree, scale=0.125, window=window)
+        scores = attention.ScoreOptions(scale=0.125)
+        output = attention._flash([query, key, value], tree, scores, window)
         assert output.shape == (10, 4, 64)
         output.sum().backward()
     assert key.grad is not None
