@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from uuid import uuid4
 
@@ -95,52 +94,36 @@ def _meet(store: TCPStore, rank: int, size: int, seconds: float) -> Store:
     attempt_id = uuid4().hex
     store.set(f"here/{rank}", attempt_id)
     end = time.monotonic() + seconds
-
-    def check_deadline(missing: Sequence[int]) -> None:
-        if time.monotonic() > end:
-            absent = ", ".join(map(str, missing))
-            raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
-
+    name = attempt_id
     with Wait(event="ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
-        if rank == 0:
-            name = attempt_id
-            _gather_ranks(store, name, size, check_deadline)
-        else:
-            name = _join_rank0(store, attempt_id, rank, check_deadline)
+        while True:
+            if rank == 0:
+                missing = _unconfirmed_ranks(store, name, size)
+            else:
+                name = _name_of_rank0(store, attempt_id, rank)
+                missing = [] if name else [0]
+            if not missing:
+                break
+            if time.monotonic() > end:
+                absent = ", ".join(map(str, missing))
+                raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
+            time.sleep(POLL_S)
     store.set(f"seen/{rank}", name)
     return PrefixStore(name, store)
 
 
-def _gather_ranks(
-    store: TCPStore,
-    name: str,
-    size: int,
-    check_deadline: Callable[[Sequence[int]], None],
-) -> None:
-    """Copy the ids of the other ranks until each rank has confirmed its own; runs on rank 0."""
+def _unconfirmed_ranks(store: TCPStore, name: str, size: int) -> list[int]:
+    """Copy the ids of the other ranks; return the ranks that have not confirmed it yet."""
     others = range(1, size)
-    missing = list(others)
-    while missing:
-        check_deadline(missing)
-        ids = {str(rank): _read(store, f"here/{rank}") for rank in others}
-        store.set("met", json.dumps({"name": name} | ids))
-        missing = [rank for rank in others if _read(store, f"seen/{rank}") != name]
-        time.sleep(POLL_S)
+    ids = {str(rank): _read(store, f"here/{rank}") for rank in others}
+    store.set("met", json.dumps({"name": name} | ids))
+    return [rank for rank in others if _read(store, f"seen/{rank}") != name]
 
 
-def _join_rank0(
-    store: TCPStore,
-    attempt_id: str,
-    rank: int,
-    check_deadline: Callable[[Sequence[int]], None],
-) -> str:
-    """Wait until rank 0 has copied this rank's id; return the id of rank 0."""
-    met = dict[str, str]()
-    while met.get(str(rank)) != attempt_id:
-        check_deadline([0])
-        met = json.loads(_read(store, "met") or "{}")
-        time.sleep(POLL_S)
-    return met["name"]
+def _name_of_rank0(store: TCPStore, attempt_id: str, rank: int) -> str:
+    """Return the id of rank 0; "" until rank 0 has copied this rank's id."""
+    met: dict[str, str] = json.loads(_read(store, "met") or "{}")
+    return met["name"] if met.get(str(rank)) == attempt_id else ""
 
 
 def _read(store: TCPStore, key: str) -> str:
