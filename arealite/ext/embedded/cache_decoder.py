@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from arealite.base import log
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import experts_of
-from arealite.ext.embedded.decoder import BaseDecoder, Decoder
+from arealite.ext.embedded.decoder import Admitted, BaseDecoder, Decoder
 from arealite.ext.embedded.generation import Generation, SamplingParams
 from arealite.ext.weights.casting import computing_in
 from arealite.ext.weights.checksums import check_finite
@@ -57,13 +57,10 @@ class CacheDecoder(BaseDecoder):
         super().__init__(model, max_rows=max_rows, seed=seed)
         self._batches: list[DecodingBatch] = []
 
-    def prefill(self, waiting: deque[Generation]) -> None:
-        admitted = self._admit(waiting)
+    def _run_prompts(self, admitted: Admitted) -> Tensor:
         prompts = admitted.prompts
         generations = admitted.generations
         sources = admitted.sources
-        self.running += generations
-        self._score_prompts(generations)
         lengths = [len(prompt) for prompt in prompts]
         self.adapters.select(admitted.adapters)
         with self._recorder(generations, sources, lengths):
@@ -72,7 +69,7 @@ class CacheDecoder(BaseDecoder):
         if has_equal_prompts:
             cache = self._select(cache, torch.tensor(sources))
         self._batches.append(DecodingBatch(rows=generations, cache=cache))
-        self._sample(generations, logits_BV[sources], self._settings_of(generations))
+        return logits_BV[sources]
 
     def decode(self) -> None:
         for batch in self._batches:

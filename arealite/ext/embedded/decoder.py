@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from arealite.ext.agents.turn_tokens import common_prefix_length
 from arealite.ext.embedded.expert_records import RoutingRecorder, any_wants_routing
 from arealite.ext.embedded.generation import Generation
 from arealite.ext.embedded.served_adapters import ServedAdapters
@@ -61,16 +62,6 @@ def _on_cpu(*tensors: Tensor) -> list[np.ndarray]:
     return [tensor.cpu().numpy() for tensor in tensors]
 
 
-def _common_length(prompts: Sequence[Ids]) -> int:
-    """Return the number of first tokens that are equal in all prompts."""
-    lowest = min(prompts)
-    highest = max(prompts)  # all others are between them
-    for i, (low_token, high_token) in enumerate(zip(lowest, highest, strict=False)):
-        if low_token != high_token:
-            return i
-    return min(len(lowest), len(highest))
-
-
 @dataclass(kw_only=True)
 class Admitted:
     """New requests of one forward pass. Equal prompts with equal adapters are one row."""
@@ -82,11 +73,6 @@ class Admitted:
     """The name of each row's adapter."""
     sources: list[int]
     """The row of each request."""
-
-
-def has_ended(generation: Generation) -> bool:
-    """Return whether the output of a request is complete."""
-    return generation.ended
 
 
 class BaseDecoder(ABC):
@@ -109,11 +95,23 @@ class BaseDecoder(ABC):
         self._cache_name = cache_names[0] if cache_names else CACHES[0]
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
-    @abstractmethod
     def prefill(self, waiting: deque[Generation]) -> None:
         """Admit waiting requests that fit, and sample their first tokens.
 
         Equal prompts are computed once.
+        """
+        admitted = self._admit(waiting)
+        generations = admitted.generations
+        self.running += generations
+        self._score_prompts(generations)
+        logits_BV = self._run_prompts(admitted)
+        self._sample(generations, logits_BV, self._settings_of(generations))
+
+    @abstractmethod
+    def _run_prompts(self, admitted: Admitted) -> Tensor:
+        """Compute prompts; return the last logits [B, V] of each request.
+
+        The requests are the last ones in `running`.
         """
 
     @abstractmethod
@@ -126,7 +124,7 @@ class BaseDecoder(ABC):
 
     def remove_ended(self) -> list[Generation]:
         """Free and return the ended requests."""
-        return self.remove(has_ended)
+        return self.remove(lambda generation: generation.ended)
 
     def clear(self) -> list[Generation]:
         """Remove and return all running requests; drop all keys, values and states."""
@@ -140,7 +138,7 @@ class BaseDecoder(ABC):
         Running requests keep their keys and values.
         """
 
-    def _admit(self, waiting: deque[Generation]) -> "Admitted":
+    def _admit(self, waiting: deque[Generation]) -> Admitted:
         """Remove the requests that fit from `waiting`."""
         row_of_prompt: dict[tuple[str, Ids], int] = {}
         admitted: list[Generation] = []
@@ -258,16 +256,13 @@ class Decoder(BaseDecoder):
         self._prefix_adapter = ""
         """The adapter that `_prefix` and `_latest` belong to."""
 
-    def prefill(self, waiting: deque[Generation]) -> None:
-        admitted = self._admit(waiting)
+    def _run_prompts(self, admitted: Admitted) -> Tensor:
         prompts = admitted.prompts
         generations = admitted.generations
         sources = admitted.sources
-        first = len(self.running)
+        first = len(self.running) - len(generations)
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
-        self.running += generations
-        self._score_prompts(generations)
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
         prefix_length = 0
@@ -289,8 +284,7 @@ class Decoder(BaseDecoder):
         self._cache.copy_rows(moves, longest)
         index_of_position = {position: i for i, position in enumerate(last_positions)}
         last_indices = [index_of_position[lengths[source] - 1] for source in sources]
-        logits_BV = logits_BPV[sources, last_indices]
-        self._sample(generations, logits_BV, self._settings_of(generations))
+        return logits_BPV[sources, last_indices]
 
     def _reuse_prefix(
         self,
@@ -324,7 +318,9 @@ class Decoder(BaseDecoder):
                 generation.cached_tokens = max(generation.cached_tokens, stored_length)
         else:
             compared = prompts if len(prompts) > 1 else [*prompts, self._latest]
-            length = min(max_length, _common_length(compared))
+            # All other prompts are between the lowest and the highest one.
+            common_length = common_prefix_length(min(compared), max(compared))
+            length = min(max_length, common_length)
             self._latest = prompts[-1]
             if length < MIN_PREFIX_TOKENS:
                 return 0
