@@ -1,9 +1,9 @@
 """A run as a Python object: its progress, its result, and each of its trajectories."""
 
 import signal
+import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,12 @@ STATES = {"exit code 0": "finished", "exit code 130": "stopped"}
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
 """Exit codes of a run that was stopped."""
 SELECT = """
-SELECT g.step + 1, state, header, prompt_tokens, turns
+SELECT g.step + 1 AS trained_step, state, header, prompt_tokens, turns
 FROM groups g JOIN trajectories USING (group_id) JOIN payloads USING (trajectory_id)
 WHERE ? IS NULL OR g.step + 1 = ?
 ORDER BY g.step IS NULL, g.step DESC, seq, member, seat LIMIT ?"""
 HIDDEN = ("digest", "segment_lengths", "waits")
 """Fields of headers that are no columns of `Run.trajectories`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trajectory:
-    """A row of SELECT."""
-
-    step: int | None
-    state: str
-    header: bytes
-    payload: Payload | None
-    """None if it was dropped."""
 
 
 class Facts(dict[str, Any]):
@@ -179,17 +168,8 @@ class Run:
         """
         with open_read_only(self.paths.ledger) as db:
             read_any_format(db)
-            trajectories = [
-                _Trajectory(
-                    step=trained_step,
-                    state=state,
-                    header=header,
-                    payload=None if turns is None else Payload(prompt=prompt, turns=turns),
-                )
-                for trained_step, state, header, prompt, turns in db.execute(
-                    SELECT, (step, step, most)
-                )
-            ]
+            db.row_factory = sqlite3.Row
+            trajectories = db.execute(SELECT, (step, step, most)).fetchall()
         folder = next(filter(Path.is_dir, model_folders(self.paths)), None)
         tokenizer: Any = load_tokenizer(str(folder)) if folder else None
         decode = tokenizer.decode if tokenizer else _ids
@@ -226,22 +206,23 @@ class Run:
         return ""
 
 
-def _segment_rows(trajectory: _Trajectory, decode: Any) -> Iterator[dict[str, Any]]:
-    """Yield a row for each segment of a trajectory; none if its payload was dropped."""
-    if trajectory.payload is None:
+def _segment_rows(trajectory: sqlite3.Row, decode: Any) -> Iterator[dict[str, Any]]:
+    """Yield a row for each segment of a row of SELECT; none if its payload was dropped."""
+    if trajectory["turns"] is None:
         return
-    header = asdict(decode_header(trajectory.header))
+    payload = Payload(prompt=trajectory["prompt_tokens"], turns=trajectory["turns"])
+    header = asdict(decode_header(trajectory["header"]))
     reward_parts = header.pop("reward_parts")
     header_columns = {name: field for name, field in header.items() if name not in HIDDEN}
     for name, reward in reward_parts.items():
         header_columns[f"reward/{name}"] = reward
-    for segment in TrajectoryTree.decode(trajectory.payload).segments():
+    for segment in TrajectoryTree.decode(payload).segments():
         segment_columns: dict[str, Any] = columns(segment, decode)
         completion = segment_columns.pop("text")
         prompt_length = segment.loss_mask.find(1)
         yield {
-            "step": trajectory.step,
-            "state": trajectory.state,
+            "step": trajectory["trained_step"],
+            "state": trajectory["state"],
             **header_columns,
             "prompt": decode(segment_columns["tokens"][:prompt_length]),
             "completion": completion,
