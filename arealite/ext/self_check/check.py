@@ -326,7 +326,8 @@ class SelfCheck:
             "quantization": description and description.quantization,
             "entry": server,
         }
-        coarsest = max(self.dtype, self.dtype_of(facts), key=ROUNDING.__getitem__)
+        dtype = served_dtype(self.config, facts["dtype"])
+        coarsest = max(self.dtype, dtype, key=ROUNDING.__getitem__)
         rows = list[Sequence]()
         theirs = list[np.ndarray]()
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -340,10 +341,6 @@ class SelfCheck:
             bound=self.bound(coarsest, None),
             info=facts,
         )
-
-    def dtype_of(self, info: dict[str, Any]) -> str:
-        """Return the dtype in which a server should compute; see `served_dtype`."""
-        return served_dtype(self.config, info.get("dtype"))
 
     # ------------------------------------------------------------ the reason
 
@@ -379,7 +376,7 @@ class SelfCheck:
         if not self.world.is_rank0:
             return ""
         right_sums, wrong_sums = self._compared_sums(wrong, trainer_sums)
-        dtype = self.dtype if is_plain else self.dtype_of(wrong.info)
+        dtype = self.dtype if is_plain else served_dtype(self.config, wrong.info["dtype"])
         buffers = set[str]()
         if self.module is not None:
             buffers = {name for name, _ in self.module.named_buffers()}

@@ -137,9 +137,8 @@ def _faults_of_calls(renderer: Renderer) -> list[str]:
     }
     function = {"name": "search", "description": "d", "parameters": schema}
     tools = [{"type": "function", "function": function}]
-    user: Any = {"role": "user", "content": "q"}
-    prompt = renderer.render([user], tools)
-    if prompt == renderer.render([user], ()):
+    prompt = renderer.render([USER], tools)
+    if prompt == renderer.render([USER], ()):
         return [
             "the chat template renders no tools, so the model does not see them; "
             "describe them in agent.tool_use.system_prompt, or use another template"
@@ -148,7 +147,7 @@ def _faults_of_calls(renderer: Renderer) -> list[str]:
     is_id_of_family = re.fullmatch(renderer.family.sampled_id or "(?!)", sampled_id)
     call = function_call(sampled_id if is_id_of_family else "c00010000", "search", ARGUMENTS)
     answer = {"role": "assistant", "tool_calls": [call]}
-    conversation = renderer.render([user, renderer.prepare(answer)], tools, is_prompt=False)
+    conversation = renderer.render([USER, renderer.prepare(answer)], tools, is_prompt=False)
     rendered_call = conversation[common_prefix_length(prompt, conversation) :]
     _, calls = read_calls(rendered_call, renderer.family, tools)
     if [(call.name, call.arguments) for call in calls] == [("search", ARGUMENTS)]:
