@@ -16,7 +16,6 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Protocol
 
 from arealite.base import exit_record, log
 from arealite.ext.warm_start import parent
@@ -36,16 +35,6 @@ END_S = 10.0
 """Longest time for the exit of a role that was given up before it began."""
 
 logger = log.get(__name__)
-
-
-class ParentProcess(Protocol):
-    """The process of a warm parent."""
-
-    pid: int
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int: ...
 
 
 def start_process(
@@ -141,7 +130,7 @@ class WarmParent:
         """
         self.stages = stages
         self.environment = environment
-        self.process: ParentProcess | None = None
+        self.process: subprocess.Popen[bytes] | ForkedParent | None = None
         """None: it has exited; the next start of a role makes a new one."""
         self._control: socket.socket
         self._loop: asyncio.AbstractEventLoop | None = None
