@@ -298,13 +298,11 @@ class Audit:
             row_sum = self.now[f"sum {table}"] & schema.CHECKSUM_MASK
             if (num_rows, row_sum) == (num_written, written_sum):
                 continue
+            field = "broken"
+            if num_rows != num_written:
+                field = "lost" if num_rows < num_written else "repeated"
             problem = f"{table}: {num_written} rows were written, {num_rows} are in the file"
-            if num_rows < num_written:
-                self.problems["lost"][problem] = []
-            elif num_rows > num_written:
-                self.problems["repeated"][problem] = []
-            else:
-                self.problems["broken"][problem] = []
+            self.problems[field][problem] = []
 
     def _check_file(self, saved: int) -> None:
         """Compare the steps with the newest checkpoint; if the audit is whole, check the file."""
