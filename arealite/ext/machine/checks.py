@@ -30,6 +30,7 @@ from arealite.ext.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.ext.machine import estimates
 from arealite.ext.machine.bench import SEED, Bench
 from arealite.ext.prefix_trees.attention import HAS_FLASH_ATTN
+from arealite.ext.self_check.free_memory import kernel_bytes
 from arealite.impl.trainer.base import read_engines, write_engines
 
 LR = 0.5
@@ -62,6 +63,7 @@ VOCAB_SIZE = 8000
 """Vocabulary of the model of `step`."""
 NUM_STEP_ROWS = 8
 """Rows of the batch of `step`."""
+PROCESS_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,9 @@ def step(bench: Bench, *, dtype: str) -> None:
     estimated_bytes = trainer_need.size
 
     return_free_memory()  # of earlier rows
-    bytes_before = torch.cuda.memory_allocated() if on_gpu else _process_bytes("VmRSS")
+    bytes_before = (
+        torch.cuda.memory_allocated() if on_gpu else kernel_bytes(PROCESS_STATUS, "VmRSS")
+    )
     engine = make_engine(
         bench,
         "large",
@@ -240,7 +244,9 @@ def step(bench: Bench, *, dtype: str) -> None:
     _reset_peak_bytes(on_gpu=on_gpu)
     rows = _step_rows(size.tokens)
     seconds = bench.seconds(lambda: engine.train_batch(rows, weighted_loss))
-    peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else _process_bytes("VmHWM")
+    peak_bytes = (
+        torch.cuda.max_memory_allocated() if on_gpu else kernel_bytes(PROCESS_STATUS, "VmHWM")
+    )
     used_bytes = peak_bytes - bytes_before
     bench.numbers["memory GB"] = used_bytes / 1e9
     bench.numbers["estimated GB"] = estimated_bytes / 1e9
@@ -464,11 +470,3 @@ def _write(path: Path, tensor: torch.Tensor) -> None:
     with path.open("wb") as file:
         file.write(tensor.numpy().data)
         os.fsync(file.fileno())
-
-
-def _process_bytes(key: str) -> int:
-    """Return the bytes of this process under a key of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith(key))
-    _, kibibytes, _ = line.split()
-    return 1024 * int(kibibytes)
