@@ -3,6 +3,8 @@
 DPO trains the policy itself, `reward` a model that scores.
 """
 
+from abc import abstractmethod
+
 import numpy as np
 
 from arealite.api.engine import LossFn, Sequence
@@ -12,8 +14,6 @@ from arealite.ext.offline.offline_trainer import OfflineTrainer, Unit
 from arealite.ext.offline.preference import bradley_terry, cross_entropy, make_dpo_loss
 from arealite.impl.trainer.base import Engines, make_reference
 from arealite.impl.trainer.batch import Minibatch
-
-PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
 
 
 class SFTTrainer(OfflineTrainer):
@@ -57,11 +57,29 @@ class SFTTrainer(OfflineTrainer):
         return units
 
 
-class DPOTrainer(OfflineTrainer):
-    """Direct preference optimization; the reference is a second engine, which is frozen."""
+class PairTrainer(OfflineTrainer):
+    """Trains on pairs of answers, a preferred and a rejected one."""
 
     rows_per_example = 2
-    stats = PAIR_STATS
+    stats = ("loss", "accuracy", "margin", "chosen", "rejected")
+
+    @abstractmethod
+    def make_row(self, example: Example) -> Sequence:
+        """Make the row of an example, without its loss weight."""
+
+    def make_units(self, examples: list[list[Example]]) -> list[Unit]:
+        """Make two rows of each pair, of equal weight; skip pairs whose prompt leaves no answer."""
+        pairs = [[self.make_row(example) for example in pair] for pair in examples]
+        units = [pair for pair in pairs if all(row.loss_mask.any() for row in pair)]
+        weight = 1.0 / max(1, len(units))
+        for pair in units:
+            for row in pair:
+                row.fields["loss_weight"] = np.full(len(row.tokens), weight, np.float32)
+        return units
+
+
+class DPOTrainer(PairTrainer):
+    """Direct preference optimization; the reference is a second engine, which is frozen."""
 
     def load_engines(self, config: ExperimentConfig) -> Engines:
         engines = super().load_engines(config)
@@ -74,11 +92,14 @@ class DPOTrainer(OfflineTrainer):
     def make_loss(self) -> LossFn:
         return make_dpo_loss(self.config.trainer.dpo)
 
-    def make_units(self, examples: list[list[Example]]) -> list[Unit]:
-        """Make two rows of each pair, of equal weight; skip pairs whose prompt leaves no answer."""
-        pairs = [pair for pair in examples if has_answers(pair)]
-        weight = 1.0 / max(1, len(pairs))
-        return [[self._row(example, weight) for example in pair] for pair in pairs]
+    def make_row(self, example: Example) -> Sequence:
+        is_answer_T = example.kinds == ASSISTANT
+        is_answer_T[:1] = False  # no token comes before it
+        return Sequence(
+            tokens=example.tokens,
+            loss_mask=is_answer_T,
+            temperature=1.0,
+        )
 
     def prepare(self, batch: Minibatch) -> None:
         """Set the field `ref_logprobs` of the rows."""
@@ -89,52 +110,22 @@ class DPOTrainer(OfflineTrainer):
         for row, logprobs_T in zip(batch.rows, logprobs, strict=True):
             row.fields["ref_logprobs"] = logprobs_T
 
-    @staticmethod
-    def _row(example: Example, weight: float) -> Sequence:
-        weight_T = np.full(len(example.tokens), weight, np.float32)
-        return Sequence(
-            tokens=example.tokens,
-            loss_mask=is_learned(example),
-            temperature=1.0,
-            fields={"loss_weight": weight_T},
-        )
 
-
-class RewardTrainer(OfflineTrainer):
+class RewardTrainer(PairTrainer):
     """A Bradley–Terry reward model: its score of a text is the value after the last token."""
 
-    rows_per_example = 2
     head = "value"
-    stats = PAIR_STATS
 
     def make_loss(self) -> LossFn:
         return bradley_terry
 
-    def make_units(self, examples: list[list[Example]]) -> list[Unit]:
-        """Make two rows of each pair, of equal weight."""
-        weight = 1.0 / max(1, len(examples))
-        return [[self._row(example, weight) for example in pair] for pair in examples]
-
-    @staticmethod
-    def _row(example: Example, weight: float) -> Sequence:
+    def make_row(self, example: Example) -> Sequence:
         # The value after token t is read at token t + 1, so append one arbitrary token.
         tokens_T = np.append(example.tokens, example.tokens[-1:])
         num_tokens = len(tokens_T)
+        is_last_T = np.arange(num_tokens) == num_tokens - 1
         return Sequence(
             tokens=tokens_T,
-            loss_mask=np.arange(num_tokens) == num_tokens - 1,
+            loss_mask=is_last_T,
             temperature=1.0,
-            fields={"loss_weight": np.full(num_tokens, weight, np.float32)},
         )
-
-
-def has_answers(pair: list[Example]) -> bool:
-    """Return whether each example of a pair has a token of an answer."""
-    return all(is_learned(example).any() for example in pair)
-
-
-def is_learned(example: Example) -> np.ndarray:
-    """Return which tokens are of an answer, bool [T]; never the first token."""
-    mask_T = example.kinds == ASSISTANT
-    mask_T[:1] = False
-    return mask_T
