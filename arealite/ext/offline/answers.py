@@ -118,7 +118,7 @@ class RenderedAnswer(NamedTuple):
     """The rendering of the messages before it, with the generation prompt."""
     text: str
     """Its own text, with the marker that ends the turn."""
-    needs_eos: bool
+    needs_eos: bool = False
     """Whether the template has no marker, so that the tokenizer's EOS ends the turn."""
 
 
@@ -185,10 +185,9 @@ class RenderedConversation:
             )
         num_spaces = len(answer.text) - len(stripped)
         begin = num_spaces + len(begun)
-        return RenderedAnswer(
+        return answer._replace(
             prompt=answer.prompt + answer.text[:begin],
             text=answer.text[begin:],
-            needs_eos=answer.needs_eos,
         )
 
     def _whole_answer(self, index: int, following: int) -> RenderedAnswer:
@@ -235,7 +234,7 @@ class RenderedConversation:
             return None
         if self._lost_parts(index, answer.prompt[-SHOWN:], repeated, following):
             return None
-        return RenderedAnswer(prompt=answer.prompt, text=repeated, needs_eos=False)
+        return RenderedAnswer(prompt=answer.prompt, text=repeated)
 
     def check_context(self) -> None:
         """Check that the template renders all tools, and all messages except answers.
@@ -284,7 +283,7 @@ class RenderedConversation:
         closing = [marker for marker in markers if stripped.endswith(marker)]
         if closing:
             marker_id(self.tokenizer, max(closing, key=len))
-            return RenderedAnswer(prompt=prompt, text=stripped, needs_eos=False)
+            return RenderedAnswer(prompt=prompt, text=stripped)
         content = rendered.removesuffix(end.tail) if end.tail.isspace() else rendered
         marker = end.marker
         if marker and tool_calls(message):
@@ -292,7 +291,7 @@ class RenderedConversation:
         if not marker:
             return RenderedAnswer(prompt=prompt, text=content, needs_eos=True)
         marker_id(self.tokenizer, marker)
-        return RenderedAnswer(prompt=prompt, text=content + marker, needs_eos=False)
+        return RenderedAnswer(prompt=prompt, text=content + marker)
 
     def _lost_parts(
         self,

@@ -132,7 +132,7 @@ class OfflineTrainer(BaseTrainer):
         """Encode and weight the rows of one batch; every rank gets about the same tokens."""
         examples = [self.encode(row) for row in rows]
         units = self.make_units(examples)
-        num_tokens = [num_tokens_of(unit) for unit in units]
+        num_tokens = [sum(len(row.tokens) for row in unit) for unit in units]
         owners = balance(num_tokens, ranks=self.world.size)
         local_rows = list[Sequence]()
         for unit, owner in zip(units, owners, strict=True):
@@ -250,11 +250,6 @@ class OfflineTrainer(BaseTrainer):
             metrics |= {f"eval/{name}": mean for name, mean in means.items()}
         logger.info("evaluated", step=step, **metrics)
         self.write_metrics(step, metrics)
-
-
-def num_tokens_of(rows: list[Sequence]) -> int:
-    """Return the number of tokens of all rows."""
-    return sum(len(row.tokens) for row in rows)
 
 
 def as_loss_input(
