@@ -64,6 +64,10 @@ def settings_of(
     device: str,
 ) -> Settings:
     """Gather the settings of a batch of generations."""
+
+    def column(numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, device=device)[:, None]
+
     params = [generation.sampling for generation in generations]
     is_greedy = [row_params.temperature < GREEDY_BELOW for row_params in params]
     temperatures = [
@@ -78,23 +82,15 @@ def settings_of(
     cut = None
     if cutting_rows:
         top_k = [params[row].top_k for row in cutting_rows]
-        top_p = [params[row].top_p for row in cutting_rows]
-        min_p = [params[row].min_p for row in cutting_rows]
-        is_exact = [generations[row].num_top > 0 for row in cutting_rows]
-        rows_F = torch.tensor(cutting_rows, device=device)
-        top_k_F = torch.tensor([k if k > 0 else vocab_size for k in top_k], device=device)
-        top_p_F = torch.tensor(top_p, device=device)
-        min_p_F = torch.tensor(min_p, device=device)
-        is_exact_F = torch.tensor(is_exact, device=device)
         cut = CutRows(
-            rows_F=rows_F,
-            top_k_F1=top_k_F[:, None],
-            top_p_F1=top_p_F[:, None],
-            min_p_F1=min_p_F[:, None],
-            is_exact_F1=is_exact_F[:, None],
+            rows_F=torch.tensor(cutting_rows, device=device),
+            top_k_F1=column([k if k > 0 else vocab_size for k in top_k]),
+            top_p_F1=column([params[row].top_p for row in cutting_rows]),
+            min_p_F1=column([params[row].min_p for row in cutting_rows]),
+            is_exact_F1=column([generations[row].num_top > 0 for row in cutting_rows]),
         )
     return Settings(
-        temperature_B1=torch.tensor(temperatures, device=device)[:, None],
+        temperature_B1=column(temperatures),
         greedy_B=torch.tensor(is_greedy, device=device) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
         cut=cut,
