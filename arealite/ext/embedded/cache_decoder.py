@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,11 +193,7 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
 
 def _has_time_step_limit(model: Model) -> bool:
     """Return whether a layer limits time steps: transformers ignores that in one-token passes."""
-    for module in model.modules():
-        lowest, *_ = getattr(module, "time_step_limit", (0,))
-        if lowest > 0:
-            return True
-    return False
+    return any(getattr(module, "time_step_limit", (0,))[0] > 0 for module in model.modules())
 
 
 @torch.inference_mode()
@@ -260,10 +257,7 @@ def _decoded_logprobs(
             decoder.prefill(waiting)
         decoder.decode()
         decoder.remove_ended()
-    logprobs = list[float]()
-    for generation in generations:
-        logprobs += generation.logprobs
-    return torch.tensor(logprobs)
+    return torch.tensor([*chain.from_iterable(row.logprobs for row in generations)])
 
 
 def _plain_logprobs(model: Model, generations: list[Generation]) -> Tensor:
@@ -284,11 +278,7 @@ def _plain_logprobs(model: Model, generations: list[Generation]) -> Tensor:
 def _short_windows(model: Model) -> Iterator[None]:
     """Let the windows of attention be shorter than the probe's rows."""
     config = model.config.get_text_config()
-    saved_windows = dict[str, int]()
-    for name in WINDOWS:
-        window = getattr(config, name, None)
-        if window:
-            saved_windows[name] = window
+    saved_windows = {name: getattr(config, name) for name in WINDOWS if getattr(config, name, None)}
     try:
         for name in saved_windows:
             setattr(config, name, PROBE_WINDOW)

@@ -163,7 +163,4 @@ class Generation:
         # A token may be one byte.
         max_tokens = max(len(stop_string.encode()) for stop_string in self.stop_strings)
         tail = self.decode(self.output[-max_tokens - 8 :])
-        for stop_string in self.stop_strings:
-            if stop_string in tail:
-                return stop_string
-        return None
+        return next((string for string in self.stop_strings if string in tail), None)

@@ -143,10 +143,8 @@ class ServedAdapters:
     @property
     def names(self) -> set[str]:
         """The names of the adapters that are loaded."""
-        all_names = set[str]()
-        for adapters in self._adapters_by_layer.values():
-            all_names.update(adapters.names)
-        return all_names
+        layers = self._adapters_by_layer.values()
+        return {name for adapters in layers for name in adapters.names}
 
     def select(self, names: Sequence[str]) -> None:
         """Set the adapter of each row of the next forward passes.
