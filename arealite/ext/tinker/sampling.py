@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ class LoadedAdapters:
         self._limit = limit
         self._num_uses = dict[str, int]()
         """Number of open requests of each adapter that has some."""
-        self._loads = OrderedDict[str, Call[Any]]()
+        self._loads = dict[str, Call[Any]]()
         """The call that loads each adapter, the last used one at the end."""
 
     @asynccontextmanager
@@ -37,11 +36,8 @@ class LoadedAdapters:
         """Load an adapter if it is not loaded, and keep it during the body."""
         self._num_uses[name] = self._num_uses.get(name, 0) + 1
         try:
-            load = self._loads.get(name)
-            if load is None:
-                load = self._session.serve(name, folder)
-                self._loads[name] = load
-            self._loads.move_to_end(name)
+            load = self._loads.pop(name, None) or self._session.serve(name, folder)
+            self._loads[name] = load
             try:
                 await load
             except Exception:  # a later request loads it again
