@@ -185,12 +185,11 @@ def _linear(module: Any) -> list[tuple[str, Any]]:
 
 def _stacks(module: Any) -> list[str]:
     """List the parameters that hold the matrices of several experts, [experts, rows, columns]."""
-    names = list[str]()
-    for name, param in module.named_parameters():
-        # The kernels of a convolution have a dimension of 1.
-        if param.ndim == 3 and min(param.shape) > 1:
-            names.append(name)
-    return names
+    return [
+        name
+        for name, param in module.named_parameters()
+        if param.ndim == 3 and min(param.shape) > 1  # kernels of a convolution have a size of 1
+    ]
 
 
 def _all_linear(module: Any) -> list[str]:
@@ -328,11 +327,7 @@ def delete(module: nn.Module, key: str) -> None:
 
 def file_names(module: nn.Module) -> dict[str, str]:
     """Return the name in files of the model of each tensor beside an adapter."""
-    names = dict[str, str]()
-    for name in module.state_dict():
-        if BASE in name:
-            names[name] = name.replace(BASE, ".")
-    return names
+    return {name: name.replace(BASE, ".") for name in module.state_dict() if BASE in name}
 
 
 def first_value(

@@ -23,11 +23,11 @@ class RouterLoss(EngineExtension):
     of the update. It therefore does not depend on micro-batches and ranks.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, function: Any) -> None:
         config: Any = model.config.get_text_config()
         self._model = model
         self._device = device
-        self._function: Any = vars(sys.modules[type(model).__module__])[BALANCE]
+        self._function = function
         self._coefficient: float = config.router_aux_loss_coef
         self._sizes: Any = experts_of(config.to_dict())[1:]  # type: ignore[index]
         self._logits: tuple[Tensor, ...] = ()
@@ -37,10 +37,8 @@ class RouterLoss(EngineExtension):
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device) -> "RouterLoss | None":
         """Return the loss; None if the code of the model has none."""
-        modeling_code = sys.modules[type(model).__module__]
-        if BALANCE not in vars(modeling_code):
-            return None
-        return cls(model, device)
+        function = getattr(sys.modules[type(model).__module__], BALANCE, None)
+        return cls(model, device, function) if function else None
 
     def change_layers(self) -> None:
         """Keep the scores of the routers in each pass."""
