@@ -171,11 +171,8 @@ def _processes_key(row: PlannedCheck) -> tuple[int, str]:
 
 def _ends_of_logs(folder: Path) -> dict[str, str]:
     """Return the last 4,000 characters of each log file."""
-    logs = dict[str, str]()
-    for file in folder.glob("*.log"):
-        log = file.read_text(errors="replace")
-        logs[file.name] = log[-4000:]
-    return logs
+    files = folder.glob("*.log")
+    return {file.name: file.read_text(errors="replace")[-4000:] for file in files}
 
 
 def session(rows: list[PlannedCheck], plan: PlannedCheck, folder: Path) -> str:

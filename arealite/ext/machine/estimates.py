@@ -215,11 +215,8 @@ def _parameter_bytes(config: ExperimentConfig, text_model: ModelJson, shapes: Sh
 
 def _adapter_sides(shapes: Shapes, lora: LoRAConfig) -> int:
     """Return the summed rows and columns of adapted matrices: parameters of adapters of rank 1."""
-    sides = 0
-    for name, is_adapted in adapted(shapes, lora.targets).items():
-        if is_adapted:
-            sides += sum(shapes[f"{name}.weight"])
-    return sides
+    layers = adapted(shapes, lora.targets).items()
+    return sum(sum(shapes[f"{name}.weight"]) for name, is_adapted in layers if is_adapted)
 
 
 def _activation_bytes(fsdp: FSDPConfig, text_model: ModelJson, max_tokens: int) -> float:
