@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from arealite.base import log
@@ -27,6 +27,8 @@ from arealite.ext.tinker.training import TrainedModel
 
 logger = log.get(__name__)
 T = TypeVar("T")
+Answer = dict[str, object]
+"""An answer, which is sent as JSON."""
 SWEEP_S = 10.0
 """Time between two checks for client sessions without heartbeat."""
 MAX_ENDED = 1000
@@ -106,7 +108,7 @@ def _of_session(objects: Mapping[str, T], session: ClientSession) -> list[T]:
 
 
 class Service:
-    """Answers requests; see the routes in `tinker_server.py`."""
+    """Answers requests, each with its parsed and its raw body; see the routes of TinkerServer."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class Service:
             raise Unavailable(401, "the API key is missing or wrong. Set TINKER_API_KEY.")
         return owner
 
-    def capabilities(self) -> dict[str, object]:
+    def capabilities(self) -> Answer:
         """Return the base model and what clients can do with it."""
         model = {
             "model_name": self.base_model,
@@ -159,15 +161,22 @@ class Service:
 
     # ------------------------------------------------------------ client sessions
 
-    def create_session(self, tenant: Tenant) -> ClientSession:
+    def create_session(self, tenant: Tenant, body: bodies.Body, raw: bytes) -> Answer:
         """Begin a client's session."""
         session = ClientSession(uuid4().hex, time.monotonic())
         tenant.sessions[session.id] = session
-        return session
+        return {
+            "type": "create_session",
+            "session_id": session.id,
+            "warning_message": (
+                "AReaLite trains no adapter of the unembedding (train_unembed is ignored)."
+            ),
+        }
 
-    def heartbeat(self, tenant: Tenant, session_id: str) -> None:
+    def heartbeat(self, tenant: Tenant, body: bodies.SessionOnly, raw: bytes) -> Answer:
         """Note that a client lives."""
-        tenant.session(session_id).last_heartbeat = time.monotonic()
+        tenant.session(body.session_id).last_heartbeat = time.monotonic()
+        return {"type": "session_heartbeat"}
 
     async def finish_session(self, tenant: Tenant, session_id: str) -> None:
         """End a session; it goes on if the client does not wait for it."""
@@ -218,7 +227,7 @@ class Service:
 
     # ------------------------------------------------------------ models
 
-    def create_model(self, tenant: Tenant, body: bodies.CreateModel, raw: bytes) -> str:
+    def create_model(self, tenant: Tenant, body: bodies.CreateModel, raw: bytes) -> Answer:
         """Begin to make a model; return the id of the result."""
         self._check_optimizer(body.optimizer_config)
         lora = body.lora_config or bodies.LoraOptions(rank=32)
@@ -232,12 +241,12 @@ class Service:
         make = partial(self._make_model, tenant, session, spec=spec, seed=lora.seed)
         return self._begin_model(tenant, session, body.model_seq_id, raw, make)
 
-    def load_weights(self, tenant: Tenant, body: bodies.LoadWeights, raw: bytes) -> str:
+    def load_weights(self, tenant: Tenant, body: bodies.LoadWeights, raw: bytes) -> Answer:
         """Begin to load a checkpoint into a model, or into a new one; return the result's id."""
         if body.model_id is not None:
             model = tenant.model(body.model_id)
             job = partial(model.load, body.path, with_optimizer=body.optimizer)
-            return model.submit(body.seq_id or 0, raw, job)
+            return {"request_id": model.submit(body.seq_id or 0, raw, job)}
         self._check_optimizer(body.optimizer_config)
         session = tenant.session(body.session_id or "")
         make = partial(
@@ -257,7 +266,7 @@ class Service:
         number: int,
         raw: bytes,
         make: Callable[[str], Awaitable[FutureResult]],
-    ) -> str:
+    ) -> Answer:
         """Begin to make the model of a number, once; return the id of the result."""
         model_id = f"{session.id}:train:{number}"
         request_id = f"{model_id}:create"
@@ -267,7 +276,7 @@ class Service:
             session.model_numbers.add(number)
             job = partial(make, model_id) if is_new else partial(_refuse_again, number)
             tenant.results.start(pending, job)
-        return request_id
+        return {"request_id": request_id}
 
     async def _make_model(
         self,
@@ -318,24 +327,24 @@ class Service:
         if choice is not None and choice.type != "adamw":
             raise UserError(f"optimizer {choice.type!r:.40}: this service has adamw only.")
 
-    def model_info(self, tenant: Tenant, model_id: str) -> dict[str, object]:
+    def model_info(self, tenant: Tenant, body: bodies.ModelOnly, raw: bytes) -> Answer:
         """Describe a model."""
-        spec = tenant.model(model_id).spec
+        spec = tenant.model(body.model_id).spec
         return {
             "type": "get_info",
-            "model_id": model_id,
+            "model_id": body.model_id,
             "model_data": {"model_name": spec.base_model},
             "model_name": spec.base_model,
             "is_lora": True,
             "lora_rank": spec.rank,
         }
 
-    def unload_model(self, tenant: Tenant, body: bodies.ModelOnly, raw: bytes) -> str:
+    def unload_model(self, tenant: Tenant, body: bodies.ModelOnly, raw: bytes) -> Answer:
         """Begin to remove a model; return the id of the result."""
         model = tenant.model(body.model_id)
         request_id = f"{model.id}:unload"
         tenant.results.submit(request_id, raw, partial(self._unload, tenant, model))
-        return request_id
+        return {"request_id": request_id}
 
     async def _unload(self, tenant: Tenant, model: TrainedModel) -> FutureResult:
         tenant.models.pop(model.id, None)
@@ -344,12 +353,13 @@ class Service:
 
     # ------------------------------------------------------------ sampling clients
 
-    def save_for_sampler(self, tenant: Tenant, body: bodies.SaveForSampler, raw: bytes) -> str:
+    def save_for_sampler(self, tenant: Tenant, body: bodies.SaveForSampler, raw: bytes) -> Answer:
         """Begin to write weights for sampling; return the id of the result."""
         model = tenant.model(body.model_id)
         if body.path is None and body.sampling_session_seq_id is None:
             raise UserError("save_weights_for_sampler: send path or sampling_session_seq_id.")
-        return model.submit(body.seq_id, raw, partial(self._save_for_sampler, tenant, model, body))
+        job = partial(self._save_for_sampler, tenant, model, body)
+        return {"request_id": model.submit(body.seq_id, raw, job)}
 
     async def _save_for_sampler(
         self,
@@ -363,22 +373,25 @@ class Service:
             return FutureResult.of({"path": path, "type": "save_weights_for_sampler"})
         session_id, _, _ = model.id.partition(":")
         session = tenant.session(session_id)
+        path = None
         if body.kind == "inflight":
             await self._session.publish(adapter=model.adapter)
-            sampler = self._new_sampler(
-                tenant,
-                session,
-                body.sampling_session_seq_id,
-                adapter=model.adapter,
-            )
         else:
             path = await model.save_snapshot(body.seq_id, keep=self._options.max_samplers)
-            sampler = self._new_sampler(tenant, session, body.sampling_session_seq_id, path=path)
+        sampler = self._new_sampler(
+            tenant,
+            session,
+            body.sampling_session_seq_id,
+            path=path,
+            adapter=model.adapter,
+        )
         return FutureResult.of(
             {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         )
 
-    def create_sampler(self, tenant: Tenant, body: bodies.CreateSamplingSession) -> SamplingClient:
+    def create_sampler(
+        self, tenant: Tenant, body: bodies.CreateSamplingSession, raw: bytes
+    ) -> Answer:
         """Make a sampling client of the base model or of a checkpoint.
 
         Raises:
@@ -389,12 +402,13 @@ class Service:
             self._check_base_model(body.base_model)
         else:
             self._check_base_model(tenant.checkpoints.read(body.model_path).spec.base_model)
-        return self._new_sampler(
+        sampler = self._new_sampler(
             tenant,
             session,
             body.sampling_session_seq_id,
             path=body.model_path,
         )
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def _new_sampler(
         self,
@@ -402,10 +416,18 @@ class Service:
         session: ClientSession,
         number: int | None,
         *,
-        path: str | None = None,
+        path: str | None,
         adapter: str = "",
     ) -> SamplingClient:
-        """Return the sampling client of this number; the same one if it was made before."""
+        """Return the sampling client of this number; the same one if it was made before.
+
+        Args:
+            tenant: The tenant.
+            session: The client's session.
+            number: The number.
+            path: Path of the checkpoint that it samples from; None: it samples from `adapter`.
+            adapter: An adapter that the session keeps loaded; "": the base model.
+        """
         sampler_id = f"{session.id}:sample:{number}"
         if sampler_id in tenant.samplers:
             return tenant.samplers[sampler_id]
@@ -427,7 +449,7 @@ class Service:
         tenant.samplers[sampler_id] = sampler
         return sampler
 
-    def sample(self, tenant: Tenant, body: bodies.SampleBody, raw: bytes) -> dict[str, Any]:
+    def sample(self, tenant: Tenant, body: bodies.SampleBody, raw: bytes) -> Answer:
         """Begin to sample; return the id of the result and one for each sample."""
         sampler = tenant.sampler(body.sampling_session_id)
         if not 1 <= body.num_samples <= MAX_SAMPLES:

@@ -36,8 +36,8 @@ TENANT = web.RequestKey("tenant", Tenant)
 LARGE_BODIES = ("forward_backward", "asample")
 """Requests whose bodies may be as large as `tinker.max_body_mb`."""
 B = TypeVar("B", bound=bodies.Body)
-Answer = Callable[[Tenant, Any, bytes], object]
-"""(tenant, parsed body, raw body) → an awaitable of the answer, or the answer."""
+BodyHandler = Callable[[Tenant, Any, bytes], object]
+"""(tenant, parsed body, raw body) → the answer."""
 
 
 class TinkerServer:
@@ -84,26 +84,24 @@ class TinkerServer:
                 bodies.Body, lambda *_: {"sample_cancel_enabled": True}
             ),
             "POST telemetry": self._post(bodies.Body, lambda *_: {"status": "accepted"}),
-            "POST create_session": self._post(bodies.Body, self._create_session),
-            "POST session_heartbeat": self._post(bodies.SessionOnly, self._heartbeat),
+            "POST create_session": self._post(bodies.Body, service.create_session),
+            "POST session_heartbeat": self._post(bodies.SessionOnly, service.heartbeat),
             "POST sessions/{id}/finish": self._without_body(self._finish_session),
-            "POST create_model": self._post(bodies.CreateModel, self._future(service.create_model)),
-            "POST get_info": self._post(
-                bodies.ModelOnly, lambda tenant, body, _: service.model_info(tenant, body.model_id)
-            ),
-            "POST unload_model": self._post(bodies.ModelOnly, self._future(service.unload_model)),
+            "POST create_model": self._post(bodies.CreateModel, service.create_model),
+            "POST get_info": self._post(bodies.ModelOnly, service.model_info),
+            "POST unload_model": self._post(bodies.ModelOnly, service.unload_model),
             "POST forward_backward": self._forward_backward,
             "POST optim_step": self._post(
                 bodies.OptimStep, self._of_model(TrainedModel.optim_step)
             ),
             "POST save_weights": self._post(bodies.SaveWeights, self._of_model(TrainedModel.save)),
-            "POST load_weights": self._post(bodies.LoadWeights, self._future(service.load_weights)),
+            "POST load_weights": self._post(bodies.LoadWeights, service.load_weights),
             "POST save_weights_for_sampler": self._post(
-                bodies.SaveForSampler, self._future(service.save_for_sampler)
+                bodies.SaveForSampler, service.save_for_sampler
             ),
             "POST create_sampling_session": self._post(
                 bodies.CreateSamplingSession,
-                self._create_sampler,
+                service.create_sampler,
             ),
             "POST join_sampling_session": self._post(
                 bodies.SamplingSessionOnly,
@@ -147,7 +145,7 @@ class TinkerServer:
 
         return handle
 
-    def _post(self, kind: type[B], answer: Answer) -> Handler:
+    def _post(self, kind: type[B], answer: BodyHandler) -> Handler:
         """Return a handler of requests with a JSON body."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -157,11 +155,9 @@ class TinkerServer:
 
         return handle
 
-    def _future(self, begin: Callable[[Tenant, Any, bytes], str]) -> Answer:
-        """Return an answer with the id of the result."""
-        return lambda tenant, body, raw: {"request_id": begin(tenant, body, raw)}
-
-    def _of_model(self, method: Callable[[TrainedModel, Any], Awaitable[FutureResult]]) -> Answer:
+    def _of_model(
+        self, method: Callable[[TrainedModel, Any], Awaitable[FutureResult]]
+    ) -> BodyHandler:
         """Return an answer that begins a method of the body's model, in its turn."""
 
         def answer(tenant: Tenant, body: Any, raw: bytes) -> object:
@@ -172,20 +168,6 @@ class TinkerServer:
         return answer
 
     # ------------------------------------------------------------ routes
-
-    def _create_session(self, tenant: Tenant, body: object, raw: bytes) -> object:
-        session = self._service.create_session(tenant)
-        return {
-            "type": "create_session",
-            "session_id": session.id,
-            "warning_message": (
-                "AReaLite trains no adapter of the unembedding (train_unembed is ignored)."
-            ),
-        }
-
-    def _heartbeat(self, tenant: Tenant, body: bodies.SessionOnly, raw: bytes) -> object:
-        self._service.heartbeat(tenant, body.session_id)
-        return {"type": "session_heartbeat"}
 
     async def _finish_session(self, tenant: Tenant, request: web.Request) -> object:
         await self._service.finish_session(tenant, request.match_info["id"])
@@ -203,15 +185,6 @@ class TinkerServer:
         job = partial(model.forward_backward, body)
         request_id = model.submit(body.seq_id, same_bytes, job)
         return await _json({"request_id": request_id, "model_id": model.id})
-
-    def _create_sampler(
-        self,
-        tenant: Tenant,
-        body: bodies.CreateSamplingSession,
-        raw: bytes,
-    ) -> object:
-        sampler = self._service.create_sampler(tenant, body)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def _join_sampler(self, tenant: Tenant, body: bodies.SamplingSessionOnly, raw: bytes) -> object:
         sampler = tenant.sampler(body.sampling_session_id)
