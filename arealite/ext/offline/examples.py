@@ -117,8 +117,7 @@ class RowEncoder:
             last_turn = turns[-1]
             messages = messages[: last_turn + 1]
             turns = [last_turn]
-        tools = read_tools(columns.get("tools"), place)
-        return self._chat(messages, place, turns, tools)
+        return self._chat(columns, place, messages, turns)
 
     def _collected(self, columns: dict[str, object], place: str) -> Example:
         """Return the example of a row with tokens; the tokens of `next_state` follow if trained."""
@@ -201,13 +200,7 @@ class RowEncoder:
         prompt, answer, beginning = _continued(prompt, answer)
         answer_turns = self._trained_turns(answer, place)
         turns = [len(prompt) + turn for turn in answer_turns]
-        return self._chat(
-            prompt + answer,
-            place,
-            turns,
-            read_tools(columns.get("tools"), place),
-            beginning=beginning,
-        )
+        return self._chat(columns, place, prompt + answer, turns, beginning=beginning)
 
     def _trained_turns(self, messages: MessageList, place: str) -> list[int]:
         """Return the indices of the assistant's messages whose `weight` is not 0."""
@@ -222,18 +215,19 @@ class RowEncoder:
 
     def _chat(
         self,
-        messages: MessageList,
+        columns: Mapping[str, object],
         place: str,
+        messages: MessageList,
         turns: list[int],
-        tools: Sequence[object],
         *,
         beginning: str = "",
     ) -> Example:
-        """Tokenize a conversation; the assistant's messages at the indices `turns` are trained.
+        """Tokenize the conversation of a row, whose messages at the indices `turns` are trained.
 
         Each prompt has to begin with all earlier tokens, as for an agent. `beginning` is the
         beginning of the first trained message that belongs to the prompt.
         """
+        tools = read_tools(columns.get("tools"), place)
         if not turns:
             raise UserError(f"{place}: no message of the assistant to learn from. Remove the row.")
         self._note_message_keys(messages)
