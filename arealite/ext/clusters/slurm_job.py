@@ -40,30 +40,13 @@ def script(config: ExperimentConfig, command: Sequence[str]) -> str:
         config: Experiment of the run.
         command: Command line of the supervisor.
     """
-    head, *other_parts = parts(config).items()
-    lines = [
-        "#!/bin/bash",
-        f"# {config.experiment_name}/{config.trial_name}, by arealite launch.",
-        "# Submit it again to resume the run. A requeued job resumes by itself.",
-    ]
-    lines += _head_lines(config, *head)
-    for part, arguments in other_parts:
-        lines += ["#SBATCH hetjob", f"# {part}"]
-        lines += _sbatch_lines(["--ntasks-per-node=1", *arguments])
-    lines += [
-        "",
-        "# On SIGTERM, also 120 s before the time limit: checkpoint, drain, audit, exit.",
-        f"cd {shlex.quote(str(Path.cwd()))} || exit",
-        f"exec {shlex.join(command)}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _head_lines(config: ExperimentConfig, head: str, arguments: Sequence[str]) -> list[str]:
-    """Return the lines of the first part, which also runs roles that have no part of their own."""
-    own_parts = parts(config)
+    arguments_by_part = parts(config)
+    head = arguments_by_part.pop("head")
+    # The first part also runs roles that have no part of their own.
     guests = [
-        part for role, part in PARTS.items() if part not in own_parts and counts(config).get(role)
+        part
+        for role, part in PARTS.items()
+        if part not in arguments_by_part and counts(config).get(role)
     ]
     options_of_job = [
         f"--job-name={config.experiment_name}-{config.trial_name}",
@@ -73,8 +56,23 @@ def _head_lines(config: ExperimentConfig, head: str, arguments: Sequence[str]) -
         "--signal=B:TERM@120",
         "--ntasks-per-node=1",
     ]
-    comment = f"# {', '.join([head, *guests])}"
-    return [comment, *_sbatch_lines([*options_of_job, *arguments])]
+    lines = [
+        "#!/bin/bash",
+        f"# {config.experiment_name}/{config.trial_name}, by arealite launch.",
+        "# Submit it again to resume the run. A requeued job resumes by itself.",
+        f"# {', '.join(['head', *guests])}",
+        *_sbatch_lines([*options_of_job, *head]),
+    ]
+    for part, arguments in arguments_by_part.items():
+        lines += ["#SBATCH hetjob", f"# {part}"]
+        lines += _sbatch_lines(["--ntasks-per-node=1", *arguments])
+    lines += [
+        "",
+        "# On SIGTERM, also 120 s before the time limit: checkpoint, drain, audit, exit.",
+        f"cd {shlex.quote(str(Path.cwd()))} || exit",
+        f"exec {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _sbatch_lines(arguments: Sequence[str]) -> list[str]:
