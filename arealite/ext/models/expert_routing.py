@@ -224,21 +224,23 @@ class ExpertReplay(EngineExtension):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._routing: Routing | None = None
+        self._routing: Routing
+        """Is made by `change_layers`."""
 
     def change_layers(self) -> None:
         """Modify the routers; see Routing."""
-        self._routing = Routing.of(self._model)
+        routing = Routing.of(self._model)
+        assert routing is not None, "the model has experts"
+        self._routing = routing
 
     def frozen(self) -> None:
         """Return None: a frozen engine routes freely."""
 
     def changed_batch(self, batch: MicroBatch) -> MicroBatch:
         """Set the experts of the micro-batch's forward and backward pass."""
-        if self._routing is not None:
-            self._routing.replay(batch.routing_BWR, replaces=batch.replays_routing)
+        self._routing.replay(batch.routing_BWR, replaces=batch.replays_routing)
         return batch
 
     def take_stats(self) -> dict[str, float]:
         """End the replay; return the counts of recorded choices on this rank."""
-        return {} if self._routing is None else self._routing.stats()
+        return self._routing.stats()

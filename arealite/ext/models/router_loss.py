@@ -68,9 +68,7 @@ class RouterLoss(EngineExtension):
 
     def _sum_inputs(self, rows: list[Sequence]) -> int:
         """Return the number of inputs of the update's rows on all ranks."""
-        num_inputs = 0
-        for row in rows:
-            num_inputs += max(1, len(row.tokens) - 1)
+        num_inputs = sum(max(1, len(row.tokens) - 1) for row in rows)
         total = torch.tensor(num_inputs, device=self._device)
         dist.all_reduce(total)
         return int(total)
