@@ -144,7 +144,8 @@ def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> RoleStart:
         for module in stage:
             with suppress(Exception):  # the role that needs the module reports the error
                 importlib.import_module(module)
-            while _is_readable(control):
+            # A request has arrived, or the supervisor has exited.
+            while select.select([control], [], [], 0)[0]:
                 request = _answer(control)
                 if request is not None:
                     return request
@@ -153,12 +154,6 @@ def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> RoleStart:
         request = _answer(control)
         if request is not None:
             return request
-
-
-def _is_readable(control: socket.socket) -> bool:
-    """Return whether a request has arrived, or the supervisor has exited."""
-    readable, _, _ = select.select([control], [], [], 0)
-    return bool(readable)
 
 
 def _answer(control: socket.socket) -> RoleStart | None:
