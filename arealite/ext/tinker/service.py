@@ -229,7 +229,7 @@ class Service:
 
     def create_model(self, tenant: Tenant, body: bodies.CreateModel, raw: bytes) -> Answer:
         """Begin to make a model; return the id of the result."""
-        self._check_optimizer(body.optimizer_config)
+        _check_optimizer(body.optimizer_config)
         lora = body.lora_config or bodies.LoraOptions(rank=32)
         spec = ModelSpec(
             base_model=body.base_model,
@@ -247,7 +247,7 @@ class Service:
             model = tenant.model(body.model_id)
             job = partial(model.load, body.path, with_optimizer=body.optimizer)
             return {"request_id": model.submit(body.seq_id or 0, raw, job)}
-        self._check_optimizer(body.optimizer_config)
+        _check_optimizer(body.optimizer_config)
         session = tenant.session(body.session_id or "")
         make = partial(
             self._make_model,
@@ -323,10 +323,6 @@ class Service:
         if name != self.base_model:
             raise UserError(f"base_model={name!r:.200}: this service has {self.base_model!r}.")
 
-    def _check_optimizer(self, choice: bodies.OptimizerChoice | None) -> None:
-        if choice is not None and choice.type != "adamw":
-            raise UserError(f"optimizer {choice.type!r:.40}: this service has adamw only.")
-
     def model_info(self, tenant: Tenant, body: bodies.ModelOnly, raw: bytes) -> Answer:
         """Describe a model."""
         spec = tenant.model(body.model_id).spec
@@ -343,13 +339,8 @@ class Service:
         """Begin to remove a model; return the id of the result."""
         model = tenant.model(body.model_id)
         request_id = f"{model.id}:unload"
-        tenant.results.submit(request_id, raw, partial(self._unload, tenant, model))
+        tenant.results.submit(request_id, raw, partial(_unload, tenant, model))
         return {"request_id": request_id}
-
-    async def _unload(self, tenant: Tenant, model: TrainedModel) -> FutureResult:
-        tenant.models.pop(model.id, None)
-        await model.close("the model was unloaded")
-        return FutureResult.of({"model_id": model.id, "type": "unload_model"})
 
     # ------------------------------------------------------------ sampling clients
 
@@ -462,3 +453,14 @@ class Service:
 
 async def _refuse_again(number: int) -> FutureResult:
     raise UserError(f"model_seq_id={number}: this session has made that model already.")
+
+
+def _check_optimizer(choice: bodies.OptimizerChoice | None) -> None:
+    if choice is not None and choice.type != "adamw":
+        raise UserError(f"optimizer {choice.type!r:.40}: this service has adamw only.")
+
+
+async def _unload(tenant: Tenant, model: TrainedModel) -> FutureResult:
+    tenant.models.pop(model.id, None)
+    await model.close("the model was unloaded")
+    return FutureResult.of({"model_id": model.id, "type": "unload_model"})

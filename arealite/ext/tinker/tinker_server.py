@@ -78,48 +78,42 @@ class TinkerServer:
         service = self._service
         return {
             "GET healthz": _healthz,
-            "GET get_server_capabilities": self._without_body(lambda *_: service.capabilities()),
-            "POST client/config": self._post(bodies.Body, lambda *_: CLIENT_CONFIG),
-            "POST client/dynamic_config": self._post(
+            "GET get_server_capabilities": _without_body(lambda *_: service.capabilities()),
+            "POST client/config": _post(bodies.Body, lambda *_: CLIENT_CONFIG),
+            "POST client/dynamic_config": _post(
                 bodies.Body, lambda *_: {"sample_cancel_enabled": True}
             ),
-            "POST telemetry": self._post(bodies.Body, lambda *_: {"status": "accepted"}),
-            "POST create_session": self._post(bodies.Body, service.create_session),
-            "POST session_heartbeat": self._post(bodies.SessionOnly, service.heartbeat),
-            "POST sessions/{id}/finish": self._without_body(self._finish_session),
-            "POST create_model": self._post(bodies.CreateModel, service.create_model),
-            "POST get_info": self._post(bodies.ModelOnly, service.model_info),
-            "POST unload_model": self._post(bodies.ModelOnly, service.unload_model),
-            "POST forward_backward": self._forward_backward,
-            "POST optim_step": self._post(
-                bodies.OptimStep, self._of_model(TrainedModel.optim_step)
-            ),
-            "POST save_weights": self._post(bodies.SaveWeights, self._of_model(TrainedModel.save)),
-            "POST load_weights": self._post(bodies.LoadWeights, service.load_weights),
-            "POST save_weights_for_sampler": self._post(
-                bodies.SaveForSampler, service.save_for_sampler
-            ),
-            "POST create_sampling_session": self._post(
+            "POST telemetry": _post(bodies.Body, lambda *_: {"status": "accepted"}),
+            "POST create_session": _post(bodies.Body, service.create_session),
+            "POST session_heartbeat": _post(bodies.SessionOnly, service.heartbeat),
+            "POST sessions/{id}/finish": _without_body(self._finish_session),
+            "POST create_model": _post(bodies.CreateModel, service.create_model),
+            "POST get_info": _post(bodies.ModelOnly, service.model_info),
+            "POST unload_model": _post(bodies.ModelOnly, service.unload_model),
+            "POST forward_backward": _forward_backward,
+            "POST optim_step": _post(bodies.OptimStep, partial(_submit, TrainedModel.optim_step)),
+            "POST save_weights": _post(bodies.SaveWeights, partial(_submit, TrainedModel.save)),
+            "POST load_weights": _post(bodies.LoadWeights, service.load_weights),
+            "POST save_weights_for_sampler": _post(bodies.SaveForSampler, service.save_for_sampler),
+            "POST create_sampling_session": _post(
                 bodies.CreateSamplingSession,
                 service.create_sampler,
             ),
-            "POST join_sampling_session": self._post(
+            "POST join_sampling_session": _post(
                 bodies.SamplingSessionOnly,
-                self._join_sampler,
+                _join_sampler,
             ),
-            "GET samplers/{id}": self._without_body(self._describe_sampler),
-            "POST asample": self._post(bodies.SampleBody, service.sample),
-            "POST cancel_future": self._post(bodies.RequestOnly, _cancel),
-            "POST retrieve_future": self._retrieve,
-            "POST weights_info": self._post(bodies.CheckpointOnly, _weights_info),
-            "GET checkpoints": self._without_body(_checkpoints),
-            "GET training_runs/{id}/checkpoints": self._without_body(_checkpoints),
-            "DELETE training_runs/{id}/checkpoints/{kind}/{name}": self._without_body(
+            "GET samplers/{id}": _without_body(_describe_sampler),
+            "POST asample": _post(bodies.SampleBody, service.sample),
+            "POST cancel_future": _post(bodies.RequestOnly, _cancel),
+            "POST retrieve_future": _retrieve,
+            "POST weights_info": _post(bodies.CheckpointOnly, _weights_info),
+            "GET checkpoints": _without_body(_checkpoints),
+            "GET training_runs/{id}/checkpoints": _without_body(_checkpoints),
+            "DELETE training_runs/{id}/checkpoints/{kind}/{name}": _without_body(
                 _remove_checkpoint
             ),
         }
-
-    # ------------------------------------------------------------ how a route answers
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -137,77 +131,44 @@ class TinkerServer:
                 return _refusal(404, f"this service has no {request.method} {request.path:.200}.")
             return _refusal(error.status, error.reason)
 
-    def _without_body(self, answer: Callable[[Tenant, web.Request], object]) -> Handler:
-        """Return a handler that reads no body."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await _json(answer(request[TENANT], request))
-
-        return handle
-
-    def _post(self, kind: type[B], answer: BodyHandler) -> Handler:
-        """Return a handler of requests with a JSON body."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            tenant = request[TENANT]
-            raw = await request.read()
-            return await _json(answer(tenant, parse(raw, kind), raw))
-
-        return handle
-
-    def _of_model(
-        self, method: Callable[[TrainedModel, Any], Awaitable[FutureResult]]
-    ) -> BodyHandler:
-        """Return an answer that begins a method of the body's model, in its turn."""
-
-        def answer(tenant: Tenant, body: Any, raw: bytes) -> object:
-            model = tenant.model(body.model_id)
-            request_id = model.submit(body.seq_id, raw, partial(method, model, body))
-            return {"request_id": request_id, "model_id": model.id}
-
-        return answer
-
-    # ------------------------------------------------------------ routes
-
     async def _finish_session(self, tenant: Tenant, request: web.Request) -> object:
         await self._service.finish_session(tenant, request.match_info["id"])
         return {}
 
-    async def _forward_backward(self, request: web.Request) -> web.StreamResponse:
+
+# ------------------------------------------------------------ how a route answers
+
+
+def _without_body(answer: Callable[[Tenant, web.Request], object]) -> Handler:
+    """Return a handler that reads no body."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _json(answer(request[TENANT], request))
+
+    return handle
+
+
+def _post(kind: type[B], answer: BodyHandler) -> Handler:
+    """Return a handler of requests with a JSON body."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
         tenant = request[TENANT]
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise Unavailable(415, "this service takes no compressed bodies.")
         raw = await request.read()
-        body = messages.parse("ForwardBackwardRequest", raw)
-        model = tenant.model(body.model_id)
-        # The SDK may write the fields of a repeated request in another order.
-        same_bytes = messages.serialized(body)
-        job = partial(model.forward_backward, body)
-        request_id = model.submit(body.seq_id, same_bytes, job)
-        return await _json({"request_id": request_id, "model_id": model.id})
+        return await _json(answer(tenant, parse(raw, kind), raw))
 
-    def _join_sampler(self, tenant: Tenant, body: bodies.SamplingSessionOnly, raw: bytes) -> object:
-        sampler = tenant.sampler(body.sampling_session_id)
-        sampler.num_clients += 1
-        return {"type": "join_sampling_session", "client_counter": sampler.num_clients - 1}
+    return handle
 
-    def _describe_sampler(self, tenant: Tenant, request: web.Request) -> object:
-        sampler = tenant.sampler(request.match_info["id"])
-        return {
-            "sampler_id": sampler.id,
-            "base_model": sampler.base_model,
-            "model_path": sampler.path,
-        }
 
-    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
-        tenant = request[TENANT]
-        body = parse(await request.read(), bodies.RequestOnly)
-        try:
-            result = await tenant.results.wait(body.request_id)
-        except Unavailable as error:
-            state = {"request_id": body.request_id, "queue_state": "active", "detail": str(error)}
-            return web.json_response(state, status=error.status)
-        return web.Response(body=result.body, content_type=result.content_type)
+def _submit(
+    method: Callable[[TrainedModel, Any], Awaitable[FutureResult]],
+    tenant: Tenant,
+    body: Any,
+    raw: bytes,
+) -> object:
+    """Begin a method of the body's model, in its turn; return the id of the result."""
+    model = tenant.model(body.model_id)
+    request_id = model.submit(body.seq_id, raw, partial(method, model, body))
+    return {"request_id": request_id, "model_id": model.id}
 
 
 def parse(raw: bytes, kind: type[B]) -> B:
@@ -231,8 +192,47 @@ def _refusal(status: int, detail: str) -> web.Response:
     return web.json_response({"detail": detail}, status=status)
 
 
+# ------------------------------------------------------------ routes
+
+
 async def _healthz(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
+
+
+async def _forward_backward(request: web.Request) -> web.StreamResponse:
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise Unavailable(415, "this service takes no compressed bodies.")
+    body = messages.parse("ForwardBackwardRequest", await request.read())
+    # The SDK may write the fields of a repeated request in another order.
+    same_bytes = messages.serialized(body)
+    answer = _submit(TrainedModel.forward_backward, request[TENANT], body, same_bytes)
+    return await _json(answer)
+
+
+def _join_sampler(tenant: Tenant, body: bodies.SamplingSessionOnly, raw: bytes) -> object:
+    sampler = tenant.sampler(body.sampling_session_id)
+    sampler.num_clients += 1
+    return {"type": "join_sampling_session", "client_counter": sampler.num_clients - 1}
+
+
+def _describe_sampler(tenant: Tenant, request: web.Request) -> object:
+    sampler = tenant.sampler(request.match_info["id"])
+    return {
+        "sampler_id": sampler.id,
+        "base_model": sampler.base_model,
+        "model_path": sampler.path,
+    }
+
+
+async def _retrieve(request: web.Request) -> web.StreamResponse:
+    tenant = request[TENANT]
+    body = parse(await request.read(), bodies.RequestOnly)
+    try:
+        result = await tenant.results.wait(body.request_id)
+    except Unavailable as error:
+        state = {"request_id": body.request_id, "queue_state": "active", "detail": str(error)}
+        return web.json_response(state, status=error.status)
+    return web.Response(body=result.body, content_type=result.content_type)
 
 
 def _cancel(tenant: Tenant, body: bodies.RequestOnly, raw: bytes) -> object:
