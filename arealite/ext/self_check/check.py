@@ -326,7 +326,7 @@ class SelfCheck:
             "quantization": description and description.quantization,
             "entry": server,
         }
-        dtype = served_dtype(self.config, facts["dtype"])
+        dtype = served_dtype(self.config, facts.get("dtype"))
         coarsest = max(self.dtype, dtype, key=ROUNDING.__getitem__)
         rows = list[Sequence]()
         theirs = list[np.ndarray]()
@@ -376,7 +376,7 @@ class SelfCheck:
         if not self.world.is_rank0:
             return ""
         right_sums, wrong_sums = self._compared_sums(wrong, trainer_sums)
-        dtype = self.dtype if is_plain else served_dtype(self.config, wrong.info["dtype"])
+        dtype = self.dtype if is_plain else served_dtype(self.config, wrong.info.get("dtype"))
         buffers = set[str]()
         if self.module is not None:
             buffers = {name for name, _ in self.module.named_buffers()}
