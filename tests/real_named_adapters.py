@@ -12,9 +12,10 @@ import pytest
 
 import arealite
 from arealite.base.errors import RoleError
-from arealite.ext.session.adapter_server import StagedAdapter
+from arealite.ext.session.adapter_server import NamedVersionServer, StagedAdapter
 from arealite.ext.session.policy import Policy
 from tests.ext.session.test_adapters import PROMPT, difference, train
+from tests.waiting import eventually
 
 NAMES = ("alice", "bob")
 TOLERANCE = 1e-3
@@ -86,9 +87,20 @@ async def _check_wrong_scale(session: arealite.Session, monkeypatch: pytest.Monk
         file.write_text(json.dumps(config))
         return staged
 
+    looks = list[str]()
+    holds = NamedVersionServer.holds
+
+    async def counted_holds(server: NamedVersionServer, adapter: StagedAdapter) -> bool:
+        looks.append(adapter.name)
+        return await holds(server, adapter)
+
+    monkeypatch.setattr(NamedVersionServer, "holds", counted_holds)
     monkeypatch.setattr(Policy, "stage_adapter", stage_twice_scaled)
+    sampling = session.sample(PROMPT, n=8, max_tokens=400, adapter="bob")
     with pytest.raises(RoleError, match="other log-probabilities with version 2 of 'bob'"):
         await session.publish(adapter="bob")
-    samples = await session.sample(PROMPT, n=4, max_tokens=8, adapter="bob")
-    assert await difference(session, samples) < TOLERANCE
-    assert {version for sample in samples for version in sample.versions} == {1}
+    looks.clear()
+    await eventually(lambda: looks.count("bob") > 1, "looks for the refused version")
+    for samples in (await sampling, await session.sample(PROMPT, n=4, adapter="bob")):
+        assert await difference(session, samples) < TOLERANCE
+        assert {version for sample in samples for version in sample.versions} == {1}

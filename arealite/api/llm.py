@@ -179,14 +179,14 @@ class LLMClient(ABC):
     async def switch_adapter(  # noqa: B027  (optional hook)
         self, server_id: str, adapter: str, label: str
     ) -> None:
-        """Abort the requests for an adapter at a server that name another version of it.
+        """Let requests for an adapter name a version of it at a server; abort those with another.
 
-        They continue under the new name, as later requests do.
+        The client continues aborted requests.
 
         Args:
             server_id: The id of the server's entry.
             adapter: The adapter.
-            label: The name of its newest version there, as in "up@3"; "-1": no version.
+            label: The name of the version there, as in "up@3"; "-1": it has none.
         """
 
     def stats(self) -> dict[str, float]:

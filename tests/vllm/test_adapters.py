@@ -1,4 +1,4 @@
-"""A real server serves each version of an adapter under a name of its own."""
+"""A real server serves each version of a LoRA run as an adapter of its own name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tests.ext.served_policy.conftest import patient as patient
 from tests.impl.engine.conftest import group as group
 from tests.models import tiny_model
 from tests.real_adapters import check_adapter_run, real_adapter_run
-from tests.real_named_adapters import check_named_adapters
 from tests.real_servers import vllm_options
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]
@@ -20,10 +19,3 @@ def test_versions_are_served_as_adapters(tmp_path: Path, group: None) -> None:
     model = tiny_model(tmp_path / "model", hidden_size=128, init_std=0.1)
     with real_adapter_run(tmp_path, model, *vllm_options()) as run:
         check_adapter_run(run)
-
-
-async def test_session_has_adapters_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model(tmp_path / "model", hidden_size=128, init_std=0.1)
-    await check_named_adapters(tmp_path, model, monkeypatch, *vllm_options())

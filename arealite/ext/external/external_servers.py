@@ -31,8 +31,6 @@ from arealite.base import entries, log, model_folder
 from arealite.base.errors import DeadlineError, RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.ext.server_processes.follow import (
-    MODELS_PATH,
-    adapter_labels,
     adapters_entry,
     describe,
     follow,
@@ -153,10 +151,6 @@ class ExternalServers:
                     raise RoleError(f"{url}{protocol.version_path} answered an error")
                 return protocol.read_version(raw)
 
-        async def adapters() -> dict[str, str] | None:
-            with suppress(*SILENT, UserError):
-                return adapter_labels(await self._get(url + MODELS_PATH, heartbeat_s))
-
         async def load() -> Load | None:
             with suppress(*SILENT, UserError, msgspec.MsgspecError):
                 raw = await self._get(url + protocol.load_path, heartbeat_s)
@@ -167,7 +161,6 @@ class ExternalServers:
                 entry,
                 changed,
                 version,
-                adapters,
                 load,
                 heartbeat_s=heartbeat_s,
             )

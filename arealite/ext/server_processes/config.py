@@ -22,7 +22,7 @@ class ServerProcessOptions(ServerOptions):
     )
     adapters_per_batch: int = opt(
         2,
-        "adapters that requests in one batch may name, if adapter_rank > 0; other requests wait",
+        "largest number of adapters in one batch, if adapter_rank > 0; other requests wait",
         at_least=2,
     )
     extra_args: list[str] = sub(list, "further arguments of the server's program")

@@ -1,4 +1,4 @@
-"""Reads what a server says of itself; keeps versions and load in its entry up to date."""
+"""Reads what a server says of itself; keeps version and load in its entry up to date."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,19 +7,10 @@ from typing import NoReturn
 
 import msgspec
 
-from arealite.api.server_protocol import (
-    MARK,
-    Json,
-    Load,
-    ServerDescription,
-    ServerProtocol,
-    version_text,
-)
+from arealite.api.server_protocol import Json, Load, ServerDescription, ServerProtocol
 
 FOLLOW_S = 0.2
 """Seconds between two requests for the version: the delay until clients can read a new version."""
-MODELS_PATH = "/v1/models"
-"""Route of SGLang and vLLM whose answer lists the loaded adapters."""
 
 
 def json_object(raw: bytes | None) -> Json:
@@ -54,50 +45,22 @@ def adapters_entry(description: ServerDescription) -> dict[str, object]:
     return {"adapters": {}} if description.serves_adapters else {}
 
 
-def loaded_names(raw: bytes | None) -> list[str]:
-    """Return the names in an answer of MODELS_PATH: the model's, and those of adapters."""
-    models: list[Json] = json_object(raw).get("data") or []
-    return [str(model.get("id")) for model in models]
-
-
-def adapter_labels(raw: bytes | None) -> dict[str, str] | None:
-    """Return the newest label of each adapter that has a name for each version.
-
-    Args:
-        raw: The answer of MODELS_PATH; None: no answer.
-
-    Returns:
-        As in {"up": "up@3"}; None without an answer.
-    """
-    if raw is None:
-        return None
-    labels = dict[str, str]()
-    names = [name for name in loaded_names(raw) if version_text(name).isdigit()]
-    for name in sorted(names, key=lambda name: int(version_text(name))):
-        adapter, mark, _ = name.rpartition(MARK)
-        if mark:
-            labels[adapter] = name
-    return labels
-
-
 async def follow(
     entry: dict[str, object],
     changed: asyncio.Event,
     version: Callable[[], Awaitable[str | int | None]],
-    adapters: Callable[[], Awaitable[dict[str, str] | None]],
     load: Callable[[], Awaitable[Load | None]],
     *,
     heartbeat_s: float,
 ) -> NoReturn:
-    """Update versions and load in the content of a server's name, until `version` raises.
+    """Update the version and the load in the content of a server's name, until `version` raises.
 
     Two tasks poll, because a server may not report its load while it loads weights.
 
     Args:
         entry: The content of the name.
-        changed: It is set when a version has changed, so that the name is written at once.
+        changed: It is set when the version has changed, so that the name is written at once.
         version: Requests the version of the server's weights.
-        adapters: Requests the labels of its adapters, if it takes adapters; None: unknown.
         load: Requests the server's load; None: unknown.
         heartbeat_s: Seconds between two requests for the load.
     """
@@ -110,12 +73,9 @@ async def follow(
     load_task = asyncio.create_task(follow_load(), name="load of a server")
     try:
         while True:
-            versions: dict[str, object] = {"version": await version()}
-            if "adapters" in entry:
-                labels = await adapters()
-                versions["adapters"] = entry["adapters"] if labels is None else labels
-            if any(entry[key] != versions[key] for key in versions):
-                entry.update(versions)
+            new_version = await version()
+            if new_version != entry["version"]:
+                entry["version"] = new_version
                 changed.set()
             await asyncio.sleep(FOLLOW_S)
     finally:

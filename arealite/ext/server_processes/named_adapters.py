@@ -10,23 +10,29 @@ the server has them.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from arealite.api.llm_server import UNTRUSTED
 from arealite.api.server_protocol import MARK, adapter_name, adapter_of
-from arealite.ext.server_processes.follow import MODELS_PATH, loaded_names
 from arealite.impl.publisher.control import ServerControl
 
+MODELS_PATH = "/v1/models"
 NEVER_UPDATED = "default"
 """Version label of a server that has the weights of its start."""
 ABORT_S = 0.05
 """Seconds between aborts while requests keep an adapter from being unloaded."""
 NOT_PLAIN = ("use_rslora", "alpha_pattern", "rank_pattern")
 """Fields of adapter_config.json that SGLang ignores, and vLLM in part: it computes alpha / rank."""
+
+NAME_WITH_VERSION = re.compile(rf"[\w-]+{MARK}[0-9]+", re.ASCII)
+"""An adapter of a session."""
 
 Post = tuple[str, Mapping[str, object]]
 """Route and body."""
@@ -53,7 +59,7 @@ class AdapterControl(ServerControl):
         Requests that name them are aborted: they must not continue with other base weights.
         """
         names = await self._loaded_names() if self.can.names_adapters else []
-        names = [name for name in names if adapter_of(name) or MARK in name]
+        names = [name for name in names if adapter_of(name) or NAME_WITH_VERSION.fullmatch(name)]
         await super().pause("abort" if names else mode)
         for name in names:
             await self._unload(name)
@@ -87,8 +93,7 @@ class AdapterControl(ServerControl):
             self.report = replace(self.report, stall_s=0.0)
 
     async def _loaded_names(self) -> list[str]:
-        answer = await self.request_ok(MODELS_PATH)
-        return loaded_names(answer.encode())
+        return loaded_names(await self.request_ok(MODELS_PATH))
 
     async def _unload(self, name: str) -> None:
         """Unload an adapter, and abort the requests that name it."""
@@ -99,6 +104,11 @@ class AdapterControl(ServerControl):
         body = {"lora_name": name}
         unloading = self.request_ok(self.unload_adapter_path, body, is_slow=True)
         await unload_and_abort(unloading, abort)
+
+
+def loaded_names(answer: str | bytes) -> list[str]:
+    """Return the names in an answer of MODELS_PATH: the model's, and those of adapters."""
+    return [str(model["id"]) for model in msgspec.json.decode(answer)["data"]]
 
 
 async def unload_and_abort(

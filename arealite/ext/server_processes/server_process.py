@@ -26,8 +26,6 @@ from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, RoleError, UserError
 from arealite.ext.server_processes.config import ServerProcessOptions
 from arealite.ext.server_processes.follow import (
-    MODELS_PATH,
-    adapter_labels,
     adapters_entry,
     describe,
     follow,
@@ -186,7 +184,6 @@ class ServerProcess(Supervisor):
                     self._entry,
                     self._changed,
                     self._version,
-                    self._adapters,
                     self._load,
                     heartbeat_s=self._registry.heartbeat_s,
                 )
@@ -356,9 +353,6 @@ class ServerProcess(Supervisor):
             with suppress(msgspec.MsgspecError):
                 return self.protocol.read_version(answer)
             await asyncio.sleep(POLL_S)
-
-    async def _adapters(self) -> dict[str, str] | None:
-        return adapter_labels(await self._get(MODELS_PATH, LOAD_S))
 
     async def _load(self, seconds: float = LOAD_S) -> Load | None:
         answer = await self._get(self.protocol.load_path, seconds)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport
@@ -18,10 +19,12 @@ from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.ext.session.adapter_server import (
     FAILURES,
+    AdapterLost,
     AdapterRefused,
     AdapterServer,
     StagedAdapter,
     Switch,
+    adapter_server,
 )
 from arealite.impl.http_client import Pool
 from arealite.system.names.name_registry import NameRegistry
@@ -64,9 +67,9 @@ class AdapterPublisher:
         try:
             async with asyncio.timeout(CLOSE_S):
                 for server in await self._servers():
-                    for name in self._loaded[server.process]:
+                    for name in [*self._staged]:
                         if server.entry.value.get("type") == "external":
-                            await server.unload(name)
+                            await self._unload(server, name)
         except TimeoutError:
             logger.warning("adapters were not unloaded", seconds=CLOSE_S)
         self._pool.close()
@@ -145,8 +148,8 @@ class AdapterPublisher:
             await asyncio.wrap_future(removed)
             adapter = self._staged.pop(name, None)
             for server in await self._servers():
-                if self._loaded[server.process].pop(name, None) is not None:
-                    await server.unload(name)
+                self._loaded[server.process].pop(name, None)
+                await self._unload(server, name)
             if adapter is not None and adapter.scores_T is not None:
                 shutil.rmtree(adapter.folder, ignore_errors=True)
 
@@ -156,10 +159,13 @@ class AdapterPublisher:
             await asyncio.sleep(WATCH_S)
             if not self._staged:
                 continue
-            for server in await self._servers():
-                for name in [*self._staged]:
-                    async with self._locks[name]:
-                        await self._load_missing(server, name)
+            try:
+                for server in await self._servers():
+                    for name in [*self._staged]:
+                        async with self._locks[name]:
+                            await self._load_missing(server, name)
+            except Exception as error:  # noqa: BLE001  (the session goes on)
+                logger.warning("adapters not checked", error=str(error))
 
     async def _load_missing(self, server: AdapterServer, name: str) -> None:
         adapter = self._staged.get(name)
@@ -178,15 +184,20 @@ class AdapterPublisher:
         versions = self._loaded[server.process]
         try:
             await server.load(adapter)
-        except AdapterRefused:
+        except AdapterLost:
             versions.pop(adapter.name, None)
             raise
         versions[adapter.name] = adapter.version
 
+    async def _unload(self, server: AdapterServer, name: str) -> None:
+        with suppress(*FAILURES):  # it has ended, or has no version
+            await server.unload(name)
+
     async def _servers(self) -> list[AdapterServer]:
+        """Return the servers that have the base weights."""
         entries = await asyncio.to_thread(self._registry.list, "llm_server")
         return [
-            AdapterServer(
+            adapter_server(
                 entry,
                 self._config,
                 self._pool,
@@ -194,11 +205,12 @@ class AdapterPublisher:
                 self._switch,
             )
             for entry in entries
+            if not str(entry.value.get("version")).startswith("-")
         ]
 
 
 def _remove_older(adapter: StagedAdapter) -> None:
-    """Remove the folders of older versions; newer ones may be staged already."""
+    """Remove the folders of older versions. A later publish may have staged a newer one."""
     for folder in adapter.folder.parent.glob("[0-9]*"):
         if int(folder.name) < adapter.version:
             shutil.rmtree(folder, ignore_errors=True)

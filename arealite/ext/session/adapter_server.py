@@ -1,11 +1,13 @@
 """Loads adapters at one server, by name, while requests of other adapters run.
 
-An embedded server replaces an adapter: it says the version of each token. SGLang and vLLM do not,
-so each version has a name of its own there, `up@3`, which the server lists and requests name. The
-next version is loaded beside it; then its requests are aborted, continue with the next version, and
-it is unloaded.
+An embedded server replaces an adapter and reports the version of each token. SGLang and vLLM report
+no version of an adapter. There, each version has its own name, such as `up@3`, and requests name
+it. The next version is loaded beside the old one and proven. Then requests name it, those of the
+old version are aborted and continue under the new name, and the old version is unloaded.
 """
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,11 +29,15 @@ from arealite.api.server_protocol import (
     part_of_entry,
 )
 from arealite.base import log
-from arealite.base.errors import RoleError
+from arealite.base.errors import InvariantError, RoleError
 from arealite.ext.served_policy.canary import tolerance_of
 from arealite.ext.served_policy.scores import NotComparable, is_within, read_scores
-from arealite.ext.server_processes.follow import MODELS_PATH, loaded_names
-from arealite.ext.server_processes.named_adapters import AdapterControl, unload_and_abort
+from arealite.ext.server_processes.named_adapters import (
+    MODELS_PATH,
+    AdapterControl,
+    loaded_names,
+    unload_and_abort,
+)
 from arealite.impl.http_client import Pool, error_message
 from arealite.system.health.waits import Wait
 from arealite.system.names.name_registry import Entry
@@ -52,6 +58,10 @@ class AdapterRefused(RoleError):
     """A server refuses an adapter; it would do so again."""
 
 
+class AdapterLost(AdapterRefused):
+    """The server has no version of the adapter any more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedAdapter:
     """The newest version of an adapter."""
@@ -66,7 +76,7 @@ class StagedAdapter:
     user, which stays, and is not proven."""
 
 
-class AdapterServer:
+class AdapterServer(ABC):
     """A registered server."""
 
     def __init__(
@@ -84,7 +94,7 @@ class AdapterServer:
             config: The session's options.
             pool: Its connections.
             headers: Sent with each request.
-            switch: Tells the client of the samples which version requests must name.
+            switch: `LLMClient.switch_adapter` of the client that samples.
         """
         self.entry = entry
         self.process = str(entry.value["address"]), entry.value.get("pid")
@@ -94,8 +104,6 @@ class AdapterServer:
         self._pool = pool
         self._headers = headers
         self._switch = switch
-        self._replaces = entry.value.get("type") == "embedded"
-        """Whether an adapter has one name for all of its versions."""
 
     @property
     def obstacle(self) -> str:
@@ -108,101 +116,65 @@ class AdapterServer:
         )
 
     async def load(self, adapter: StagedAdapter) -> None:
-        """Load an adapter, compare the server's log-probabilities, and unload older versions.
+        """Load a version, compare the server's log-probabilities, and unload older versions.
 
         Raises:
             AdapterRefused: The server refused it, or has another version or other weights.
         """
         if self.obstacle:
             raise AdapterRefused(self.obstacle)
-        name = await self._send(adapter)
-        if adapter.scores_T is not None and self._config.trainer.ppo.publisher.canary:
-            await self._prove(adapter, name, adapter.scores_T)
-        for older in await self._names(adapter.name):
-            if older != name:
-                await self._unload(older, newest=name)
+        await self._load(adapter)
 
+    @abstractmethod
+    async def _load(self, adapter: StagedAdapter) -> None:
+        """Load a version; see `load`."""
+
+    @abstractmethod
     async def holds(self, adapter: StagedAdapter) -> bool:
-        """Return whether the server still has a version that it has confirmed.
+        """Return whether the server still has a version that it has confirmed."""
 
-        A server of `addresses` may restart so quickly that its entry does not change.
-        """
-        if self._replaces:
-            return True
-        name = name_with_version(adapter.name, adapter.version)
-        is_listed = self.entry.value["adapters"].get(adapter.name) == name
-        return is_listed or name in await self._names(adapter.name)
-
+    @abstractmethod
     async def unload(self, adapter: str) -> None:
-        """Unload all versions of an adapter, unless the server has ended."""
-        with suppress(*FAILURES):
-            for name in await self._names(adapter):
-                await self._unload(name)
-
-    async def _send(self, adapter: StagedAdapter) -> str:
-        """Load an adapter; return its name at the server."""
-        version = str(adapter.version)
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
-        if self._replaces:
-            body["weight_version"] = version
-            raw = await self._request("/load_lora_adapter", body)
-            answer: dict[str, Any] = msgspec.json.decode(raw)
-            confirmed = answer.get("loaded_adapters", {}).get(adapter.name)
-            if confirmed != version:
-                text = f"{self.entry.id} holds version {confirmed} of '{adapter.name}'"
-                raise AdapterRefused(text)
-            return adapter.name
-        name = name_with_version(adapter.name, adapter.version)
-        if name in await self._names(adapter.name):  # of an earlier session
-            await self._unload(name)
-        await self._request(self._control.load_adapter_path, {**body, "lora_name": name})
-        return name
-
-    async def _names(self, adapter: str) -> list[str]:
-        """Return the names of the loaded versions of an adapter."""
-        if self._replaces:
-            return [adapter]
-        names = loaded_names(await self._request(MODELS_PATH))
-        return [name for name in names if name.startswith(adapter + MARK)]
-
-    async def _unload(self, name: str, *, newest: str = UNTRUSTED) -> None:
-        """Unload a version; its requests continue with the newest one, or wait."""
-        if self._replaces:
-            await self._request("/unload_lora_adapter", {"lora_name": name})
-            return
-
-        adapter, _, _ = name.rpartition(MARK)
-        unload = self._request(self._control.unload_adapter_path, {"lora_name": name})
-        await unload_and_abort(unload, partial(self._switch, self.entry.id, adapter, newest))
-
-    async def _prove(self, adapter: StagedAdapter, name: str, scores_T: np.ndarray) -> None:
-        """Compare the server's log-probabilities with the trainer's, unless the server is busy.
+        """Unload all versions of an adapter.
 
         Raises:
-            AdapterRefused: They differ. The adapter was unloaded.
+            AdapterRefused: There is none.
         """
+
+    async def _prove(self, adapter: StagedAdapter, name: str) -> None:
+        """Compare the server's log-probabilities with the trainer's, unless the server is busy.
+
+        Args:
+            adapter: The version.
+            name: Its name at the server.
+
+        Raises:
+            AdapterRefused: They differ, or are no numbers.
+        """
+        if adapter.scores_T is None or not self._config.trainer.ppo.publisher.canary:
+            return
         protocol: ServerProtocol = part_of_entry("server_protocol", self.entry.value)()
 
         async def generate(request: GenerateRequest) -> ServerAnswer:
             body = protocol.encode_request(replace(request, adapter=name))
-            answer = protocol.decode_answer(
-                await self._request(protocol.generate_path, msgspec.Raw(body))
-            )
-            if not self._replaces:
+            raw = await self._request(protocol.generate_path, msgspec.Raw(body))
+            answer = protocol.decode_answer(raw)
+            if name != adapter.name:  # the answer has the version of the policy
                 answer.newest_version = name
             return answer
 
         try:
             with self._wait(f"scores of adapter {name}", PROOF_S):
                 scores = await read_scores(generate, adapter.row, adapter.version)
+        except (InvariantError, msgspec.DecodeError) as error:
+            raise AdapterRefused(f"{self.entry.id} with '{name}': {error}") from error
         except (NotComparable, *FAILURES) as error:
             logger.warning("adapter not proven", server=self.entry.id, reason=str(error))
             return
         folder = Path(self._config.model.path)
         tolerance = tolerance_of(self._config, folder, self.entry.value.get("dtype"))
-        errors = tolerance.errors(scores.prompt_T, scores_T)
-        if not is_within(errors, tolerance.bound(scores_T)):
-            await self._unload(name)
+        errors = tolerance.errors(scores.prompt_T, adapter.scores_T)
+        if not is_within(errors, tolerance.bound(adapter.scores_T)):
             mean, largest = errors
             raise AdapterRefused(
                 f"{self.entry.id} computes other log-probabilities with version {adapter.version} "
@@ -227,3 +199,90 @@ class AdapterServer:
         if status != 200:
             raise AdapterRefused(f"{self.entry.id}: {error_message(status, raw)}")
         return raw
+
+
+class EmbeddedAdapterServer(AdapterServer):
+    """An adapter has one name for all of its versions; the entry lists the newest one."""
+
+    async def _load(self, adapter: StagedAdapter) -> None:
+        body = {
+            "lora_name": adapter.name,
+            "lora_path": str(adapter.folder),
+            "weight_version": str(adapter.version),
+        }
+        raw = await self._request("/load_lora_adapter", body)
+        answer: dict[str, Any] = msgspec.json.decode(raw)
+        confirmed = answer.get("loaded_adapters", {}).get(adapter.name)
+        if confirmed != str(adapter.version):
+            text = f"{self.entry.id} holds version {confirmed} of '{adapter.name}'"
+            raise AdapterRefused(text)
+        try:
+            await self._prove(adapter, adapter.name)
+        except AdapterRefused as error:
+            await self.unload(adapter.name)
+            raise AdapterLost(str(error)) from error
+
+    async def holds(self, adapter: StagedAdapter) -> bool:
+        return True  # a restarted server has another process id
+
+    async def unload(self, adapter: str) -> None:
+        await self._request("/unload_lora_adapter", {"lora_name": adapter})
+
+
+class NamedVersionServer(AdapterServer):
+    """Each version of an adapter has a name of its own."""
+
+    async def _load(self, adapter: StagedAdapter) -> None:
+        name = name_with_version(adapter.name, adapter.version)
+        older_names = await self._names(adapter.name)
+        if name in older_names:  # of an earlier session
+            older_names.remove(name)
+            await self._unload(name)
+        body = {"lora_name": name, "lora_path": str(adapter.folder)}
+        await self._request(self._control.load_adapter_path, body)
+        try:
+            await self._prove(adapter, name)
+        except BaseException:
+            await self._unload(name)  # no request has named it
+            raise
+        await self._announce(name)
+        for older_name in older_names:
+            with suppress(AdapterRefused):  # it is gone already
+                unload = self._unload(older_name)
+                await unload_and_abort(unload, partial(self._announce, name))
+
+    async def holds(self, adapter: StagedAdapter) -> bool:
+        """Return whether the server lists the version, and tell the client so.
+
+        A server of `addresses` may restart so quickly that its entry does not change. The client
+        may have seen the server refuse the name.
+        """
+        name = name_with_version(adapter.name, adapter.version)
+        if name not in await self._names(adapter.name):
+            return False
+        await self._announce(name)
+        return True
+
+    async def unload(self, adapter: str) -> None:
+        end_requests = partial(self._switch, self.entry.id, adapter, UNTRUSTED)
+        for name in await self._names(adapter):
+            await unload_and_abort(self._unload(name), end_requests)
+
+    async def _names(self, adapter: str) -> list[str]:
+        """Return the names of the loaded versions of an adapter."""
+        names = loaded_names(await self._request(MODELS_PATH))
+        return [name for name in names if re.fullmatch(f"{adapter}{MARK}[0-9]+", name)]
+
+    async def _unload(self, name: str) -> None:
+        await self._request(self._control.unload_adapter_path, {"lora_name": name})
+
+    async def _announce(self, name: str) -> None:
+        """Let requests for the adapter name this version; abort those that name another one."""
+        adapter, _, _ = name.rpartition(MARK)
+        await self._switch(self.entry.id, adapter, name)
+
+
+def adapter_server(entry: Entry, *arguments: Any) -> AdapterServer:
+    """Return a registered server; see `AdapterServer` for the arguments."""
+    is_embedded = entry.value.get("type") == "embedded"
+    return (EmbeddedAdapterServer if is_embedded else NamedVersionServer)(entry, *arguments)

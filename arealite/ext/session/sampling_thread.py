@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
@@ -72,8 +71,6 @@ class SamplingThread:
         self._samplings = dict[asyncio.Task[Any], str]()
         """The adapter of each open `sample`."""
         self._adapters = AdapterPublisher(config)
-        self._links = TemporaryDirectory(prefix="arealite-served-")
-        """Links to the folders of adapters that are only served."""
         self._thread = LoopThread("session servers", self._main)
         self._thread.ended.add_done_callback(self._on_end)
 
@@ -131,10 +128,7 @@ class SamplingThread:
 
     def serve_adapter(self, name: str, version: int, folder: Path) -> Future[PublishReport]:
         """Begin to load an adapter of a folder at all servers; see `Session.serve`."""
-        # vLLM would take the cached prefixes of an earlier adapter with this name and path.
-        link = Path(mkdtemp(dir=self._links.name)) / name
-        link.symlink_to(folder.absolute())
-        adapter = StagedAdapter(name=name, version=version, folder=link, row=[], scores_T=None)
+        adapter = StagedAdapter(name=name, version=version, folder=folder, row=[], scores_T=None)
         staged = Future[StagedAdapter]()
         staged.set_result(adapter)
         work = self._adapters.publish(name, version, staged, lambda _: None)
@@ -170,7 +164,6 @@ class SamplingThread:
         """Abort open requests, and end the servers that the session started."""
         self._is_closing = True
         self._thread.stop(self._cancel, CLOSE_S)
-        self._links.cleanup()
 
     def _cancel(self) -> None:
         if self._main_task is not None:

@@ -60,7 +60,7 @@ class ServerUpdates:
         return update
 
     def close(self, *, cancel: bool) -> None:
-        """Wait for all updates; `cancel`: for the one that runs."""
+        """Wait for all updates; with `cancel`, only for the push that runs."""
         self._pusher.shutdown(cancel_futures=cancel)
         if not cancel:
             wait(self._of_adapters)

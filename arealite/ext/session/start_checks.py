@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from arealite.api.engine import check_adapter_name
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.base import log
@@ -67,8 +68,9 @@ def check_adapters(config: ExperimentConfig, names: Sequence[str]) -> None:
             raise UserError(f"adapters: '{name}' is in the list twice. Use other names.")
 
 
-def check_adapter_folder(folder: Path) -> None:
-    """Raise UserError if a folder has no adapter that peft wrote."""
+def check_served(name: str, folder: Path) -> None:
+    """Raise UserError if an adapter cannot have a name, or a folder has none that peft wrote."""
+    check_adapter_name(name)
     if not (folder / "adapter_config.json").is_file():
         raise UserError(
             f"serve: {folder} has no adapter_config.json. Pass the folder of an adapter."

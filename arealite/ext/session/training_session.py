@@ -45,10 +45,10 @@ from arealite.ext.session.sample_rows import (
 from arealite.ext.session.sampling_thread import SamplingThread
 from arealite.ext.session.server_updates import ServerUpdates
 from arealite.ext.session.start_checks import (
-    check_adapter_folder,
     check_adapters,
     check_no_ledger,
     check_sampling,
+    check_served,
     prepared,
 )
 
@@ -280,7 +280,7 @@ class Session:
             RoleError: In the call: no server takes the adapter.
         """
         check_no_ledger("serve", has_ledger=self._has_ledger)
-        check_adapter_folder(folder)
+        check_served(name, folder)
         if name in self._records:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()

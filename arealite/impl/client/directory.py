@@ -11,6 +11,7 @@ from contextlib import suppress
 from arealite.api.server_protocol import part_of_entry
 from arealite.base import log
 from arealite.base.errors import InvariantError
+from arealite.impl.client.answer_checks import parse_version
 from arealite.impl.client.server_choice import LLMServerState, Router
 from arealite.system.names.name_registry import Entry, NameRegistry
 
@@ -91,7 +92,8 @@ class Directory:
         server.context_length = entry.value.get("context_length")
         if written > server.entry_stale_since:
             server.set_label(entry.value.get("version"))
-            server.adapter_labels = dict(entry.value.get("adapters") or {})
+            labels = entry.value.get("adapters") or {}
+            server.adapter_versions = {name: parse_version(labels[name]) for name in labels}
             if not server.alive:
                 logger.info("llm server in traffic", id=server.id, version=server.version)
             server.alive = True

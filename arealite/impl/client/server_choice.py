@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from arealite.api.llm_server import UNTRUSTED
 from arealite.api.server_protocol import MARK, ServerProtocol, adapter_name, adapter_of
 from arealite.impl.client.answer_checks import parse_version
 from arealite.impl.http_client import ServerEndpoint
@@ -25,7 +24,7 @@ class SentRequest(NamedTuple):
     adapter: str
     """As in LLMRequest."""
     version_name: str
-    """See `LLMServerState.version_name`."""
+    """The name of a version that it has; "": the adapter's own name, or none."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,9 +36,10 @@ class LLMServerState:
     protocol: ServerProtocol
     version: int = 0
     """Newest policy version in its registry entry or in one of its answers."""
-    adapter_labels: dict[str, str] = field(default_factory=dict[str, str])
-    """The newest version of each adapter that requests may name: "3"; or "up@3", and requests must
-    name it so."""
+    adapter_versions: dict[str, int] = field(default_factory=dict[str, int])
+    """The newest version of each adapter in the server's entry, which requests may name."""
+    version_names: dict[str, str] = field(default_factory=dict[str, str])
+    """By `LLMClient.switch_adapter`: the name of the newest version of an adapter; "-1": none."""
     serves_adapter: bool = False
     """Whether this version is an adapter, which requests must name."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -66,29 +66,35 @@ class LLMServerState:
         """Return the newest version of an adapter, or of the policy; -1: no such adapter."""
         if not adapter:
             return self.version
-        return parse_version(self.adapter_labels.get(adapter, UNTRUSTED))
+        if adapter in self.version_names:
+            return parse_version(self.version_names[adapter])
+        return self.adapter_versions.get(adapter, -1)
 
     def version_name(self, adapter: str) -> str:
-        """Return the name of the newest version of an adapter, or of the policy.
+        """Return the name that requests for an adapter must have, or those for the policy ("").
 
-        "" if requests name the adapter itself, or none.
+        "" if they have the adapter's own name, or none.
         """
         if not adapter:
             return adapter_name(self.version) if self.serves_adapter else ""
-        label = self.adapter_labels.get(adapter, "")
-        return label if label.startswith(adapter + MARK) else ""
+        name = self.version_names.get(adapter, "")
+        return name if MARK in name else ""
 
     def set_label(self, label: str | int | None, adapter: str = "") -> None:
         """Set the version that the server reports of the policy, or of an adapter."""
+        if adapter in self.version_names:
+            self.version_names[adapter] = str(label)
+            return
         if adapter:
-            self.adapter_labels[adapter] = str(label or 0)
+            self.adapter_versions[adapter] = parse_version(label)
             return
         self.version = parse_version(label)
         self.serves_adapter = bool(adapter_of(label))
 
     def can_sample(self, min_version: int, adapter: str = "") -> bool:
         """Return whether the server is reachable and holds `min_version` or a newer version."""
-        return self.alive and self.version_of(adapter) >= min_version
+        has_base_weights = not adapter or self.version >= 0
+        return self.alive and has_base_weights and self.version_of(adapter) >= min_version
 
     def mark_entry_stale(self) -> None:
         """Ignore the registry entry until it is renewed."""

@@ -67,7 +67,7 @@ class GenerationState:
     errors: int = 0
     failed_at: LLMServerState | None = None
     version_name: str = ""
-    """The name of a version that the last attempt had; see `LLMServerState.version_name`."""
+    """The name of a version that the last attempt had; "": the adapter's own name, or none."""
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -260,7 +260,8 @@ class ServersClient(LLMClient):
                 message = f"not an answer: {error}"
         elif names_adapter and server.protocol.lacks_adapter(status, raw):
             # It has a newer version, or was restarted.
-            self._expect_new_entry(server, UNTRUSTED, request.adapter)
+            if generation.version_name == server.version_name(request.adapter):
+                self._expect_new_entry(server, UNTRUSTED, request.adapter)
             return None
         else:
             message = error_message(status, raw)
@@ -383,7 +384,7 @@ class ServersClient(LLMClient):
         if self._is_stale(generation, server, answer, min(versions, default=newest)):
             return None
         adapter = generation.request.adapter
-        if newest > server.version_of(adapter):
+        if newest > server.version_of(adapter) and adapter not in server.version_names:
             server.set_label(answer.newest_version, adapter)
         sampling = generation.request.sampling
         if sampling.top_logprobs:
@@ -518,8 +519,8 @@ class ServersClient(LLMClient):
         server = self._router.servers.get(server_id)
         if server is None:
             return
-        server.set_label(label, adapter)
-        server.mark_entry_stale()
+        server.version_names[adapter] = label
+        self._directory.request_refresh()  # requests may wait for this version
         rids = [
             sent.rid
             for sent in server.waits.values()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import arealite
-from arealite.base.errors import RoleError, UserError
-from arealite.ext.session import adapter_publisher
+from arealite.base.errors import InvariantError, RoleError, UserError
+from arealite.ext.session import adapter_publisher, adapter_server
+from arealite.ext.session.adapter_server import (
+    AdapterRefused,
+    AdapterServer,
+    NamedVersionServer,
+    StagedAdapter,
+)
 from tests.fakes.scripted_server import ScriptedServer
 from tests.fakes.server_kinds import kind as kind
+from tests.impl.publisher.sites import paths
 from tests.waiting import eventually
 
 PROMPT = [5, 6, 7, 8]
@@ -28,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def session_at(
-    server: Any, model: Path, options: dict[str, Any], **arguments: Any
+    server: Any, model: Path, options: dict[str, Any], *, canary: bool = False, **arguments: Any
 ) -> AsyncIterator[arealite.Session]:
     """Open a session whose only server is a fake one, whose log-probabilities prove nothing."""
     threads = torch.get_num_threads()
@@ -37,7 +47,7 @@ async def session_at(
             model,
             addresses=[server.url.removeprefix("http://")],
             **arguments,
-            overrides=options | {"publisher.canary": False},
+            overrides=options | {"publisher.canary": canary},
         ) as session:
             yield session
     finally:
@@ -125,39 +135,156 @@ async def test_restarted_server_gets_the_newest_versions(
         assert sample.versions == [1] * 4
 
 
-async def test_adapter_of_an_earlier_session_is_replaced(
+async def test_adapter_of_an_earlier_session_is_neither_sampled_nor_kept(
     server: Any, model: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    server.adapters.content_of_name |= {"alice@0": "other weights", "alice@7": "other weights"}
-    server.adapters.path_of_name |= dict.fromkeys(("alice@0", "alice@7"), str(tmp_path))
-    async with session_at(server, model, options, adapters=("alice",)) as session:
-        assert loaded(server) == {"alice@0"}
+    async with session_at(server, model, options, adapters=("bob",)) as session:
+        for name in ("alice@0", "alice@7"):  # at a server that joins later, they may be there
+            server.adapters.content_of_name[name] = "other weights"
+            server.adapters.path_of_name[name] = str(tmp_path)
+        added = session.add_adapter("alice")
+        (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="alice")
+        await added
+        assert sample.versions == [0] * 4
+        assert loaded(server) == {"alice@0", "bob@0"}
         assert server.adapters.content_of_name["alice@0"] != "other weights"
+
+
+async def test_version_is_sampled_only_after_its_proof(
+    server: Any, model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the proof runs and after it has failed, no request names the new version."""
+    is_proving, may_fail = threading.Event(), threading.Event()
+
+    async def prove(server: AdapterServer, adapter: StagedAdapter, name: str) -> None:
+        if adapter.version == 1:
+            is_proving.set()
+            await asyncio.to_thread(may_fail.wait)
+            raise AdapterRefused("other log-probabilities")
+
+    monkeypatch.setattr(AdapterServer, "_prove", prove)
+    async with session_at(server, model, options, adapters=("alice",)) as session:
+        forget(server)
+        server.hold_after = 2
+        sampling = session.sample(PROMPT, max_tokens=4, adapter="alice")
+        await server.held(1)
+        publishing = session.publish(adapter="alice")
+        await asyncio.to_thread(is_proving.wait)
+        assert loaded(server) == {"alice@0", "alice@1"}
+        server.release()
+        samples = [*await sampling, *await session.sample(PROMPT, max_tokens=4, adapter="alice")]
+        may_fail.set()
+        with pytest.raises(RoleError, match="other log-probabilities"):
+            await publishing
+        samples += await session.sample(PROMPT, max_tokens=4, adapter="alice")
+        assert [sample.versions for sample in samples] == [[0] * 4] * 3
+        assert [sent.adapter for sent in server.requests] == ["alice@0"] * 3
+        assert loaded(server) == {"alice@0"}
+
+
+@pytest.mark.parametrize("error", [InvariantError("no numbers"), msgspec.DecodeError("no JSON")])
+async def test_scores_that_are_no_numbers_refuse_a_version(
+    server: Any, model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    async with session_at(server, model, options, canary=True, adapters=("alice",)) as session:
+
+        async def scores(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(adapter_server, "read_scores", scores)
+        with pytest.raises(RoleError, match=str(error)):
+            await session.publish(adapter="alice")
+        assert loaded(server) == {"alice@0"}
         (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="alice")
         assert sample.versions == [0] * 4
 
 
-async def test_served_folder_that_changed_has_another_name_and_path(
+async def test_session_survives_what_a_restarted_server_answers(
+    server: Any, model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with session_at(server, model, options, adapters=("alice",)) as session:
+        num_failures = 0
+        load = NamedVersionServer._load
+
+        async def fail_twice(server: NamedVersionServer, adapter: StagedAdapter) -> None:
+            nonlocal num_failures
+            num_failures += 1
+            if num_failures < 3:
+                raise ValueError("unexpected")
+            await load(server, adapter)
+
+        monkeypatch.setattr(NamedVersionServer, "_load", fail_twice)
+        await server.restart()
+        (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="alice")
+        assert sample.versions == [0] * 4 and num_failures == 3
+
+
+async def test_refused_version_disturbs_no_answer_and_is_removed_with_its_adapter(
+    server: Any, model: Path, options: dict[str, Any]
+) -> None:
+    async with session_at(server, model, options, adapters=("alice", "bob")) as session:
+        forget(server)
+        server.hold_after = 2
+        sampling = session.sample(PROMPT, max_tokens=4, adapter="alice")
+        await server.held(1)
+        server.adapters.max_rank = 4
+        with pytest.raises(RoleError, match="rank 32 is greater than max_lora_rank 4"):
+            await session.publish(adapter="alice")
+        server.adapters.max_rank = 32
+        await session.publish(adapter="bob")
+        server.release()
+        (sample,) = await sampling
+        assert sample.versions == [0] * 4
+        assert [sent.adapter for sent in server.requests] == ["alice@0"]
+        await session.remove_adapter("alice")
+        assert loaded(server) == {"bob@1"}
+
+
+async def test_restarted_server_gets_base_weights_and_then_the_adapters(
+    server: Any, model: Path, options: dict[str, Any]
+) -> None:
+    async with session_at(server, model, options, adapters=("alice",)) as session:
+        forget(server)
+        await server.restart()
+        await eventually(lambda: server.load_path in paths(server), "base weights")
+        (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="alice")
+        assert sample.versions == [0] * 4
+        loads = [path for path in paths(server) if "load" in path and "unload" not in path]
+        assert "load_lora_adapter" in loads[-1]
+
+
+async def test_model_path_with_the_mark_of_versions(
+    model: Path, options: dict[str, Any], kind: type[ScriptedServer], tmp_path: Path
+) -> None:
+    """SGLang lists its model by its path, beside the adapters."""
+    marked = tmp_path / "user@7" / "model"
+    shutil.copytree(model, marked)
+    async with kind(model_path=str(marked)) as server:  # type: ignore[abstract]
+        server.adapters.max_rank = 32  # type: ignore[attr-defined]
+        server.context_length = 512
+        async with session_at(server, marked, options, adapters=("alice",)):
+            assert loaded(server) == {"alice@0"}
+
+
+async def test_served_adapter_gets_another_name_each_time(
     server: Any, model: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """vLLM finds cached prefixes of an adapter by its name and its path."""
+    """Its folder may have changed, and vLLM finds cached prefixes by name and path."""
     folder = tmp_path / "adapter"
     async with session_at(server, model, options, adapters=("alice",)) as session:
         with pytest.raises(UserError, match=r"serve: .* has no adapter_config.json"):
             session.serve("theirs", folder)
         await session.export(folder, adapter="alice")
-        served = set[tuple[str, str]]()
+        for name in ("a/b", "up@3", ""):
+            with pytest.raises(UserError, match="use letters, digits"):
+                session.serve(name, folder)
         for version in range(2):
             await session.serve("theirs", folder)
+            assert loaded(server) == {"alice@0", f"theirs@{version}"}
             (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="theirs")
             assert sample.versions == [version] * 4
-            served |= {*server.adapters.path_of_name.items()}
             await session.remove_adapter("theirs")
-        names = [name for name, _ in served if name.startswith("theirs")]
-        paths = {path for name, path in served if name.startswith("theirs")}
-        assert sorted(names) == ["theirs@0", "theirs@1"] and len(paths) == 2
-    assert not any(map(os.path.lexists, paths)), "links of the session remain"
-    assert folder.exists()
+        assert loaded(server) == {"alice@0"}
 
 
 async def test_refused_adapter_is_an_error_of_its_publish(

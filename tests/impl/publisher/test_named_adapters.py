@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import Generate
 from arealite.api.server_protocol import GenerateRequest, adapter_of
-from arealite.ext.server_processes.follow import adapter_labels
+from arealite.ext.server_processes.named_adapters import NAME_WITH_VERSION
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
 from arealite.impl.client.server_choice import LLMServerState
 from arealite.impl.publisher import servers as base
@@ -316,18 +315,19 @@ async def test_failed_load_keeps_the_old_adapter(
     assert (server.version, loaded(server)) == ("policy-2", {"policy-2"})
 
 
-def test_names_with_versions_are_read_from_the_models_that_a_server_lists() -> None:
-    """The newest of two versions counts; other models are no adapters of a session."""
-    names = ["policy", "policy-7", "up@9", "up@10", "policy-1@3", "theirs@latest", "@2"]
-    listed = msgspec.json.encode({"data": [{"id": name} for name in names]})
-    labels = {"up": "up@10", "policy-1": "policy-1@3", "": "@2"}
-    assert adapter_labels(listed) == labels
-    assert adapter_labels(None) is None
-    assert [adapter_of(name) for name in names] == ["", "policy-7", "", "", "", "", ""]
-    server = LLMServerState(
-        id="s", address="http://s", protocol=SGLangProtocol(), adapter_labels=labels
-    )
-    assert (server.version_of("up"), server.version_name("up")) == (10, "up@10")
+def test_client_knows_the_name_of_each_version() -> None:
+    names = ["policy", "policy-7", "up@9", "policy-1@3", "theirs@latest", "@2"]
+    assert [adapter_of(name) for name in names] == ["", "policy-7", "", "", "", ""]
+    adapters = [name for name in names if NAME_WITH_VERSION.fullmatch(name)]
+    assert adapters == ["up@9", "policy-1@3"]
+    server = LLMServerState(id="s", address="http://s", protocol=SGLangProtocol(), alive=True)
+    server.adapter_versions = {"embedded": 2}
+    assert (server.version_of("embedded"), server.version_name("embedded")) == (2, "")
     assert (server.version_of("none"), server.version_name("none")) == (-1, "")
-    server.set_label("3", "up")  # of an embedded server
-    assert (server.version_of("up"), server.version_name("up")) == (3, "")
+    server.version_names["policy-1"] = "policy-1@3"
+    assert (server.version_of("policy-1"), server.version_name("policy-1")) == (3, "policy-1@3")
+    assert server.can_sample(3, "policy-1") and not server.can_sample(4, "policy-1")
+    server.set_label("-1", "policy-1")
+    assert (server.version_of("policy-1"), server.version_name("policy-1")) == (-1, "")
+    server.set_label("-1")
+    assert not server.can_sample(0, "embedded"), "the base weights are unknown"
