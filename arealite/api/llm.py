@@ -179,7 +179,7 @@ class LLMClient(ABC):
     async def switch_adapter(  # noqa: B027  (optional hook)
         self, server_id: str, adapter: str, label: str
     ) -> None:
-        """Let requests for an adapter name a version of it at a server; abort those with another.
+        """Set the version of an adapter that requests name at a server; abort those of others.
 
         The client continues aborted requests.
 

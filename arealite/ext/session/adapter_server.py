@@ -277,7 +277,7 @@ class NamedVersionServer(AdapterServer):
         await self._request(self._control.unload_adapter_path, {"lora_name": name})
 
     async def _announce(self, name: str) -> None:
-        """Let requests for the adapter name this version; abort those that name another one."""
+        """Set the version that requests for the adapter name; abort those of others."""
         adapter, _, _ = name.rpartition(MARK)
         await self._switch(self.entry.id, adapter, name)
 
