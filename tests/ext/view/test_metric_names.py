@@ -22,7 +22,7 @@ from arealite.api.publisher import PublishReport
 from arealite.ext.distillation.config import DistillationConfig
 from arealite.ext.distillation.teacher_scores import TOP_LOGPROBS
 from arealite.ext.distillation.token_divergence import with_divergence
-from arealite.ext.offline.supervised import PAIR_STATS, SFTTrainer
+from arealite.ext.offline.supervised import DPOTrainer, SFTTrainer
 from arealite.ext.step_metrics.token_metrics import token_metrics
 from arealite.ext.step_metrics.trajectory_metrics import trajectory_metrics
 from arealite.ext.step_metrics.update_metrics import update_metrics
@@ -89,7 +89,7 @@ def of_updates() -> Iterator[str]:
             if not name.startswith("routing_"):  # a critic replays no routing
                 stats[f"critic/{name}"] = value
         yield from update_metrics([{name: float(v) for name, v in stats.items()}])
-    for name in {*SFTTrainer.stats, *PAIR_STATS}:
+    for name in {*SFTTrainer.stats, *DPOTrainer.stats}:
         yield from (f"train/{name}", f"eval/{name}")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from arealite.ext.view import console as console_module
-from arealite.ext.view import panel as panel_module
 from arealite.impl.launcher.progress import RunProgress
 from tests.system.health.run_folder import Run
 from tests.system.health.run_folder import line as line_of
@@ -279,7 +278,7 @@ def test_missing_disk_delays_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
             waited.append(told.wait(60))
             raise OSError("away")
 
-    monkeypatch.setattr(panel_module, "RunReader", Away)
+    monkeypatch.setattr(console_module, "RunReader", Away)
     monkeypatch.setattr(console_module, "DRAW_S", 0.01)
     monkeypatch.setattr(console_module, "LAST_S", 60.0)
     monkeypatch.setattr(console_module, "Terminal", Interactive)
