@@ -152,15 +152,10 @@ class NewAdapter:
     """An adapter that peft wrote, with which it starts in place of `config` and `seed`."""
 
     def __post_init__(self) -> None:
-        check_adapter_name(self.name)
-
-
-def check_adapter_name(name: str) -> None:
-    """Raise UserError if an adapter cannot have a name."""
-    if not re.fullmatch(r"[\w-]{1,100}", name, re.ASCII):
-        raise UserError(
-            f"adapter {name!r}: use letters, digits, '_' and '-' for its name, up to 100."
-        )
+        if not re.fullmatch(r"[\w-]{1,100}", self.name, re.ASCII):
+            raise UserError(
+                f"adapter {self.name!r}: use letters, digits, '_' and '-' for its name, up to 100."
+            )
 
 
 class TrainEngine(TrainedWeights):

@@ -31,7 +31,7 @@ ABORT_S = 0.05
 NOT_PLAIN = ("use_rslora", "alpha_pattern", "rank_pattern")
 """Fields of adapter_config.json that SGLang ignores, and vLLM in part: it computes alpha / rank."""
 
-NAME_WITH_VERSION = re.compile(rf"[\w-]+{MARK}[0-9]+", re.ASCII)
+NAME_WITH_VERSION = re.compile(rf"[\w.-]+{MARK}[0-9]+", re.ASCII)
 """An adapter of a session."""
 
 Post = tuple[str, Mapping[str, object]]

@@ -271,7 +271,7 @@ class NamedVersionServer(AdapterServer):
     async def _names(self, adapter: str) -> list[str]:
         """Return the names of the loaded versions of an adapter."""
         names = loaded_names(await self._request(MODELS_PATH))
-        return [name for name in names if re.fullmatch(f"{adapter}{MARK}[0-9]+", name)]
+        return [name for name in names if re.fullmatch(rf"{re.escape(adapter)}{MARK}[0-9]+", name)]
 
     async def _unload(self, name: str) -> None:
         await self._request(self._control.unload_adapter_path, {"lora_name": name})

@@ -1,5 +1,6 @@
 """The options of a session, checked before a process starts."""
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import structlog
 
-from arealite.api.engine import check_adapter_name
 from arealite.api.experiment_config import ExperimentConfig, name_dir, run_paths
 from arealite.api.llm import SamplingConfig
 from arealite.base import log
@@ -69,8 +69,11 @@ def check_adapters(config: ExperimentConfig, names: Sequence[str]) -> None:
 
 
 def check_served(name: str, folder: Path) -> None:
-    """Raise UserError if an adapter cannot have a name, or a folder has none that peft wrote."""
-    check_adapter_name(name)
+    """Raise UserError if a name cannot be served, or a folder has no adapter that peft wrote."""
+    if not re.fullmatch(r"[\w.-]{1,200}", name, re.ASCII):
+        raise UserError(
+            f"serve: {name!r}: use letters, digits, '.', '_' and '-' for the name, up to 200."
+        )
     if not (folder / "adapter_config.json").is_file():
         raise UserError(
             f"serve: {folder} has no adapter_config.json. Pass the folder of an adapter."

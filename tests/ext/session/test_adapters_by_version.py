@@ -279,11 +279,11 @@ async def test_served_adapter_gets_another_name_each_time(
             with pytest.raises(UserError, match="use letters, digits"):
                 session.serve(name, folder)
         for version in range(2):
-            await session.serve("theirs", folder)
-            assert loaded(server) == {"alice@0", f"theirs@{version}"}
-            (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="theirs")
+            await session.serve("their.one", folder)
+            assert loaded(server) == {"alice@0", f"their.one@{version}"}
+            (sample,) = await session.sample(PROMPT, max_tokens=4, adapter="their.one")
             assert sample.versions == [version] * 4
-            await session.remove_adapter("theirs")
+            await session.remove_adapter("their.one")
         assert loaded(server) == {"alice@0"}
 
 
