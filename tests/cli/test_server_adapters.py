@@ -85,8 +85,8 @@ def test_servers_of_a_session_take_several_adapters_by_name(
     run: Callable[..., ExperimentConfig], kind: str, options: list[str]
 ) -> None:
     config = run(kind, SERVERS, f"{LORA}.only_named=true")
-    text = " ".join(command(configs.own_server(config)))
-    assert all(option in text for option in options), text
+    command_line = " ".join(command(configs.own_server(config)))
+    assert all(option in command_line for option in options), command_line
     assert warnings(config) == []
     words = ["launcher.llm_servers=1", f"{LORA}.only_named=true", f"{LORA}.rank=64"]
     assert "64" in " ".join(command(configs.own_server(run(kind, *words))))

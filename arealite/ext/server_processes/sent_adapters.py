@@ -18,8 +18,8 @@ NAMED_ADAPTERS = 8
 def sent_adapter(config: ExperimentConfig) -> LoRAConfig | None:
     """Return the options of the adapter; None if the run sends whole weights or starts no server.
 
-    The rank is the largest that an adapter by name has by default. SGLang and vLLM would need other
-    kernels for a mixture of experts.
+    For adapters by name, the rank is the one that they have by default. SGLang and vLLM would need
+    other kernels for a mixture of experts.
     """
     sends_folders = config.trainer.ppo.publisher.type == "disk"
     if config.trainer.is_offline or not (sends_folders and config.launcher.llm_servers):

@@ -6,9 +6,8 @@ it. The next version is loaded beside the old one and proven. Then requests name
 old version are aborted and continue under the new name, and the old version is unloaded.
 """
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from arealite.ext.served_policy.canary import tolerance_of
 from arealite.ext.served_policy.scores import NotComparable, is_within, read_scores
 from arealite.ext.server_processes.named_adapters import (
     MODELS_PATH,
+    NAME_WITH_VERSION,
     AdapterControl,
     loaded_names,
     unload_and_abort,
@@ -214,8 +214,7 @@ class EmbeddedAdapterServer(AdapterServer):
         answer: dict[str, Any] = msgspec.json.decode(raw)
         confirmed = answer.get("loaded_adapters", {}).get(adapter.name)
         if confirmed != str(adapter.version):
-            text = f"{self.entry.id} holds version {confirmed} of '{adapter.name}'"
-            raise AdapterRefused(text)
+            raise AdapterRefused(f"{self.entry.id} holds version {confirmed} of '{adapter.name}'")
         try:
             await self._prove(adapter, adapter.name)
         except AdapterRefused as error:
@@ -231,6 +230,9 @@ class EmbeddedAdapterServer(AdapterServer):
 
 class NamedVersionServer(AdapterServer):
     """Each version of an adapter has a name of its own."""
+
+    _listed: Sequence[str] = ()
+    """The names of all loaded models when the server was last asked for them."""
 
     async def _load(self, adapter: StagedAdapter) -> None:
         name = name_with_version(adapter.name, adapter.version)
@@ -258,7 +260,7 @@ class NamedVersionServer(AdapterServer):
         may have seen the server refuse the name.
         """
         name = name_with_version(adapter.name, adapter.version)
-        if name not in await self._names(adapter.name):
+        if name not in self._listed and name not in await self._names(adapter.name):
             return False
         await self._announce(name)
         return True
@@ -270,8 +272,9 @@ class NamedVersionServer(AdapterServer):
 
     async def _names(self, adapter: str) -> list[str]:
         """Return the names of the loaded versions of an adapter."""
-        names = loaded_names(await self._request(MODELS_PATH))
-        return [name for name in names if re.fullmatch(rf"{re.escape(adapter)}{MARK}[0-9]+", name)]
+        self._listed = loaded_names(await self._request(MODELS_PATH))
+        versions = [name for name in self._listed if NAME_WITH_VERSION.fullmatch(name)]
+        return [name for name in versions if name.rpartition(MARK)[0] == adapter]
 
     async def _unload(self, name: str) -> None:
         await self._request(self._control.unload_adapter_path, {"lora_name": name})
@@ -285,4 +288,5 @@ class NamedVersionServer(AdapterServer):
 def adapter_server(entry: Entry, *arguments: Any) -> AdapterServer:
     """Return a registered server; see `AdapterServer` for the arguments."""
     is_embedded = entry.value.get("type") == "embedded"
-    return (EmbeddedAdapterServer if is_embedded else NamedVersionServer)(entry, *arguments)
+    kind = EmbeddedAdapterServer if is_embedded else NamedVersionServer
+    return kind(entry, *arguments)

@@ -126,13 +126,18 @@ class SamplingThread:
         work = self._adapters.publish(name, version, staged, confirm)
         return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
-    def serve_adapter(self, name: str, version: int, folder: Path) -> Future[PublishReport]:
+    def serve_adapter(
+        self,
+        name: str,
+        version: int,
+        folder: Path,
+        confirm: Callable[[int], None],
+    ) -> Future[PublishReport]:
         """Begin to load an adapter of a folder at all servers; see `Session.serve`."""
         adapter = StagedAdapter(name=name, version=version, folder=folder, row=[], scores_T=None)
         staged = Future[StagedAdapter]()
         staged.set_result(adapter)
-        work = self._adapters.publish(name, version, staged, lambda _: None)
-        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+        return self.publish_adapter(name, version, staged, confirm)
 
     def score(
         self,

@@ -285,8 +285,9 @@ class Session:
             raise UserError(f"serve: there is an adapter '{name}' already. Use another name.")
         sampler = self._check()
         first = self._next_versions.get(name, 0)
-        self._records[name] = AdapterRecord(is_trained=False, version=first, confirmed=first)
-        loaded = self._updates.add(sampler.serve_adapter(name, first, folder))
+        record = AdapterRecord(is_trained=False, version=first, confirmed=first)
+        self._records[name] = record
+        loaded = self._updates.add(sampler.serve_adapter(name, first, folder, record.confirm))
         forget_if_failed(self._records, name, loaded)
         return Call(loaded, self._calls, adapters=[name])
 

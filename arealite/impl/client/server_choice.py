@@ -39,7 +39,8 @@ class LLMServerState:
     adapter_versions: dict[str, int] = field(default_factory=dict[str, int])
     """The newest version of each adapter in the server's entry, which requests may name."""
     version_names: dict[str, str] = field(default_factory=dict[str, str])
-    """By `LLMClient.switch_adapter`: the name of the newest version of an adapter; "-1": none."""
+    """The name of the version of each adapter that `LLMClient.switch_adapter` has set. "-1": the
+    server has no version of it."""
     serves_adapter: bool = False
     """Whether this version is an adapter, which requests must name."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
