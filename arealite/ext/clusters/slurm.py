@@ -212,9 +212,12 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             UserError: a node did not reply in time.
         """
-        silent: list[str] = []
-        for nodes in self.nodes.values():
-            silent += [host for host in nodes.hosts if (nodes.job, host) not in self.devices]
+        silent = [
+            host
+            for nodes in self.nodes.values()
+            for host in nodes.hosts
+            if (nodes.job, host) not in self.devices
+        ]
         if silent:
             names = ", ".join(sorted({*silent}))
             start_s = self.options.slurm.start_s

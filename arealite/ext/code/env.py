@@ -275,9 +275,8 @@ def names_read(sources: list[str]) -> list[str]:
     Builtin names are included only if there is no other name (MBPP has a task whose function is
     `sum`). A name of which only attributes are read (`math.isclose`) counts as a module.
     """
-    nodes: list[ast.AST] = []
-    for source in filter(is_python, sources):
-        nodes += ast.walk(ast.parse(source))
+    python_sources = filter(is_python, sources)
+    nodes = [node for source in python_sources for node in ast.walk(ast.parse(source))]
     attribute_bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     variables = [
         node for node in nodes if isinstance(node, ast.Name) and id(node) not in attribute_bases

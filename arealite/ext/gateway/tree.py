@@ -122,10 +122,7 @@ class SampledAnswer:
 
         A list for each answer would take quadratic memory in the number of turns.
         """
-        ids = list[int]()
-        for sample in self.chain():
-            ids += sample.new_ids
-        return ids
+        return [token for sample in self.chain() for token in sample.new_ids]
 
     def chain(self) -> list[SampledAnswer]:
         """Return the answers whose tokens the prompt of this one has, and this one."""

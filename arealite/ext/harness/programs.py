@@ -199,9 +199,7 @@ class Programs:
         binds = ["--bind", str(folder), INSIDE]
         binds += ["--bind", self.socket, SOCKET]
         binds += ["--cap-drop", "ALL"]
-        readable: list[str] = []
-        for path in self.config.readable:
-            readable.append(os.path.abspath(os.path.expanduser(path)))
+        readable = [os.path.abspath(os.path.expanduser(path)) for path in self.config.readable]
         readable.append(sys.base_prefix)
         readable += [f"/etc/{name}" for name in READABLE]
         sandbox = bubblewrap(readable, DISK, binds=binds, folder=INSIDE)

@@ -226,10 +226,7 @@ def _leaf(name: str) -> str:
 def coverage(module: Any) -> tuple[str, str]:
     """Return the layers with and without an adapter, as in `q_proj ×28, v_proj ×28`."""
     adapted_names = [name for name, _ in _adapted(module)]
-    without_adapter = list[str]()
-    for name, _ in _linear(module):
-        if name not in adapted_names:
-            without_adapter.append(_leaf(name))
+    without_adapter = [_leaf(name) for name, _ in _linear(module) if name not in adapted_names]
     without_adapter += [_leaf(name) for name in _stacks(module)]
     return counted(map(_leaf, adapted_names)), counted(without_adapter)
 

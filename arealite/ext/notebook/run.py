@@ -173,10 +173,7 @@ class Run:
         folder = next(filter(Path.is_dir, model_folders(self.paths)), None)
         tokenizer: Any = load_tokenizer(str(folder)) if folder else None
         decode = tokenizer.decode if tokenizer else _ids
-        rows = list[dict[str, Any]]()
-        for trajectory in trajectories:
-            rows += _segment_rows(trajectory, decode)
-        return rows
+        return [row for trajectory in trajectories for row in _segment_rows(trajectory, decode)]
 
     def report(self) -> Path:
         """Write the run's report, one HTML file with curves and every token; return its path."""

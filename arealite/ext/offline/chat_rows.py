@@ -42,10 +42,8 @@ def chat_form(row: DatasetRow) -> str:
 def _from_sharegpt(column: Any) -> list[Any]:
     """Convert one ShareGPT message or a list of them to chat messages; keep anything else."""
     if isinstance(column, list):
-        messages: list[Any] = []
-        for element in cast(list[Any], column):
-            messages += _from_sharegpt(element)
-        return messages
+        elements = cast(list[Any], column)
+        return [message for element in elements for message in _from_sharegpt(element)]
     if not isinstance(column, dict) or "from" not in column:
         return [column]
     message = cast(DatasetRow, column)

@@ -134,10 +134,12 @@ class OfflineTrainer(BaseTrainer):
         units = self.make_units(examples)
         num_tokens = [sum(len(row.tokens) for row in unit) for unit in units]
         owners = balance(num_tokens, ranks=self.world.size)
-        local_rows = list[Sequence]()
-        for unit, owner in zip(units, owners, strict=True):
-            if owner == self.world.rank:
-                local_rows += unit
+        local_rows = [
+            row
+            for unit, owner in zip(units, owners, strict=True)
+            if owner == self.world.rank
+            for row in unit
+        ]
         return Minibatch(
             rows=local_rows,
             num_rows=sum(map(len, units)),

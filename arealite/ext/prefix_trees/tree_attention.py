@@ -142,10 +142,11 @@ class KernelCalls:
 
     def _chain_spans(self) -> list["_Span"]:
         """Return the tokens of each chain, in their order."""
-        bounds = list[int]()
-        for node, first_of_chain in enumerate(self.chains):
-            if node == first_of_chain:
-                bounds.append(self.bounds[node])
+        bounds = [
+            self.bounds[node]
+            for node, first_of_chain in enumerate(self.chains)
+            if node == first_of_chain
+        ]
         bounds.append(self.bounds[-1])
         return [_Span(end - begin, begin) for begin, end in pairwise(bounds)]
 

@@ -233,9 +233,9 @@ def _check_chat(
         tokenizer: Has the chat template.
         checked_forms: Roles and keys of earlier conversations, which are checked in part only.
     """
-    names = list[str]()
-    for number, message in enumerate(chat, first_number):
-        names.append(f"message {number} ({message['role']})")
+    names = [
+        f"message {number} ({message['role']})" for number, message in enumerate(chat, first_number)
+    ]
     for name, message in zip(names, chat, strict=True):
         marker = rendered_marker(tokenizer, str(message.get("content") or ""))
         if marker:

@@ -368,9 +368,7 @@ class SelfCheck:
         """Collect facts about a difference on all ranks; return the likely reason on rank 0."""
         rows = wrong.rows
         is_plain = not wrong.info
-        scored_alone = list[np.ndarray]()
-        for row in rows:
-            scored_alone += self.score([row])
+        scored_alone = [scores_T for row in rows for scores_T in self.score([row])]
         by_temperature = self._at_other_temperatures(wrong)
         trainer_sums = sums(self.engine.stream_weights(), self.module)
         if not self.world.is_rank0:

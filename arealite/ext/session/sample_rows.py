@@ -126,11 +126,11 @@ def make_rows(
         )
     groups = [sample.group for sample in samples]
     advantages = group_advantages(rewards, groups, compare, config)
-    rows = list[Sequence]()
-    for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
-        if reward is not None:
-            rows.append(replace(sample.row(advantage), reward=reward))
-    return rows
+    return [
+        replace(sample.row(advantage), reward=reward)
+        for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+        if reward is not None
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,10 +160,7 @@ def _part_modules(types: dict[str, str]) -> list[str]:
 
 def _hook_modules(groups: Sequence[str]) -> list[str]:
     """Return the modules of AReaLite's own hooks of some groups."""
-    modules = list[str]()
-    for group in groups:
-        modules += map(module_of, entries.own(group).values())
-    return modules
+    return [module_of(value) for group in groups for value in entries.own(group).values()]
 
 
 def module_of(target: str) -> str:

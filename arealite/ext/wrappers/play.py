@@ -134,11 +134,10 @@ def make_vec(
         if isinstance(requests, str):
             requests = make(requests, **options)
         originals += requests.games
-    copies: list[PlayedEnv] = []
-    for game in originals:
-        for _ in range(n):
-            suffix = f"::env={len(copies)}"
-            copies.append(PlayedEnv(game.env, game.config, suffix))
+    copies = [
+        PlayedEnv(game.env, game.config, f"::env={number}")
+        for number, game in enumerate(game for game in originals for _ in range(n))
+    ]
     return Requests(copies, autoreset=autoreset)
 
 
@@ -215,15 +214,11 @@ class PlayedEnv:
 
     async def step(self, actions: Mapping[str, object], seeds: Iterator[int]) -> list[Request]:
         """Apply one action of each actor in `waits`; begin a next episode with a seed, if any."""
-        steps: list[Step] = []
-        for actor, wait in self.waits.items():
-            steps.append(make_step(wait, actions[actor]))
+        steps = [make_step(wait, actions[actor]) for actor, wait in self.waits.items()]
         self.waits = {}  # if the episode fails, it is over
         replies = [await self.session.step(step) for step in steps]
         last_reply = replies[-1]
-        rewards: list[SeatReward] = []
-        for reply in replies:
-            rewards += reply.observation.rewards
+        rewards = [reward for reply in replies for reward in reply.observation.rewards]
         requests = self.requests(last_reply, rewards)
         next_seed = next(seeds, None) if last_reply.done else None
         if next_seed is not None:
@@ -329,10 +324,7 @@ class Requests(AbstractContextManager["Requests"]):
     @property
     def actors(self) -> tuple[str, ...]:
         """The names of all actors."""
-        names: list[str] = []
-        for game in self.games:
-            names += [seat + game.suffix for seat in game.env.seats]
-        return tuple(names)
+        return tuple(seat + game.suffix for game in self.games for seat in game.env.seats)
 
     def reset(
         self,
@@ -362,10 +354,8 @@ class Requests(AbstractContextManager["Requests"]):
             seeds = [*islice(self._seeds, num_games)]
         if len(seeds) != num_games:
             raise UserError(f"reset: {len(seeds)} seeds for {num_games} environments.")
-        resets: list[Coroutine[Any, Any, list[Request]]] = []
-        for game, game_seed in zip(self.games, seeds, strict=True):
-            resets.append(game.reset(game_seed, task))
-        return run(gather(resets))
+        games_and_seeds = zip(self.games, seeds, strict=True)
+        return run(gather(game.reset(game_seed, task) for game, game_seed in games_and_seeds))
 
     def step(self, actions: Mapping[str, str | Action] | str | Action) -> list[Request]:
         """Apply the action of each actor that must act.

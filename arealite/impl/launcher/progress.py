@@ -81,10 +81,11 @@ class RunProgress:
 
     def _show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._evaluated = step
-        scores: list[str] = []
-        for name in ("reward", "loss", "accuracy"):
-            if f"eval/{name}" in metrics:
-                scores.append(f"{name} {metrics[f'eval/{name}']:.3f}")
+        scores = [
+            f"{name} {metrics[f'eval/{name}']:.3f}"
+            for name in ("reward", "loss", "accuracy")
+            if f"eval/{name}" in metrics
+        ]
         self.is_unevaluated = not scores
         if scores:
             summary = f"held-out {', '.join(scores)}"

@@ -34,7 +34,7 @@ from arealite.impl.publisher.control import (
 )
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.health.waits import cancel_all
-from arealite.system.names.name_registry import Entry, NameRegistry
+from arealite.system.names.name_registry import NameRegistry
 
 logger = log.get(__name__)
 
@@ -341,30 +341,25 @@ class ServersPublisher(WeightPublisher):
     async def _find_servers(self) -> list[ServerControl]:
         """Return the registered servers; a restarted server gets a new object without state."""
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
-        entry_of_process: dict[tuple[str, object], Entry] = {}
-        for entry in entries:
-            process = (str(entry.value["address"]), entry.value.get("pid"))
-            entry_of_process[process] = entry
+        entry_of_process = {
+            (str(entry.value["address"]), entry.value.get("pid")): entry for entry in entries
+        }
         for process in self._servers.keys() - entry_of_process.keys():
             self._servers.pop(process).clear_foreign_pause()
-        for process in entry_of_process.keys() - self._servers.keys():
-            self._servers[process] = self._new_server(entry_of_process[process])
         for process, entry in entry_of_process.items():
+            if process not in self._servers:
+                self._servers[process] = control_of(
+                    entry.value,
+                    id=entry.id,
+                    lock=self._locks[entry.id],
+                    pool=self._pool,
+                    unused=self.unused,
+                    folder=str(entry.value.get("model_path") or ""),
+                    serves_adapters="adapters" in entry.value,
+                    headers=self.registry.headers(str(entry.value.get("type") or "")),
+                )
             self._servers[process].listed_version = str(entry.value.get("version"))
         return [self._servers[process] for process in entry_of_process]
-
-    def _new_server(self, entry: Entry) -> ServerControl:
-        """Return the control of a server that is new to this publisher."""
-        return control_of(
-            entry.value,
-            id=entry.id,
-            lock=self._locks[entry.id],
-            pool=self._pool,
-            unused=self.unused,
-            folder=str(entry.value.get("model_path") or ""),
-            serves_adapters="adapters" in entry.value,
-            headers=self.registry.headers(str(entry.value.get("type") or "")),
-        )
 
     async def _update_if_stale(self, server: ServerControl, *, verify: bool = False) -> None:
         """Update one server unless it holds the newest version.

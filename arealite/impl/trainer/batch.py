@@ -193,10 +193,12 @@ class TrainBatch:
         """Split the `included` trajectories into the minibatches of the batch's updates."""
         minibatches = list[Minibatch]()
         for update in sorted(set(self.plan.minibatches)):
-            lengths = list[int]()
-            for index, header in enumerate(self.headers):
-                if self.plan.minibatches[index] == update and index in included:
-                    lengths += header.segment_lengths
+            lengths = [
+                length
+                for index, header in enumerate(self.headers)
+                if self.plan.minibatches[index] == update and index in included
+                for length in header.segment_lengths
+            ]
             rows = list[Sequence]()
             for trajectory in self.local:
                 is_in_update = self.plan.minibatches[trajectory.index] == update

@@ -146,9 +146,9 @@ class WorkerLink:
     @property
     def unacknowledged(self) -> list[Episode]:
         """The submitted episodes that are not acknowledged."""
-        episodes: list[Episode] = []
-        for entry in self._unacknowledged.values():
-            episodes += entry.episodes
+        episodes = [
+            episode for entry in self._unacknowledged.values() for episode in entry.episodes
+        ]
         episodes += [episode for episode, _ in self._outbox]
         return episodes
 
