@@ -20,8 +20,7 @@ from arealite.base.model_folder import experts_of
 from arealite.ext.models import lora
 from arealite.ext.models.adapter_rows import AdapterRows
 from arealite.ext.models.fast_linear import use_fast_linear
-from arealite.ext.models.named_adapter import NamedAdapter
-from arealite.impl.engine.optimizer import Optimizer
+from arealite.ext.models.named_adapter import NamedAdapter, ReplicatedOptimizer
 
 
 class Adapters(EngineExtension):
@@ -95,7 +94,7 @@ class Adapters(EngineExtension):
             raise
         use_fast_linear(self._module)
         self._note_layers()
-        optimizer = Optimizer(
+        optimizer = ReplicatedOptimizer(
             lora.trained_parameters(self._module, key),
             adapter.training,
             scales_loss=setup.config.dtype == "float16",
@@ -112,11 +111,6 @@ class Adapters(EngineExtension):
         name = adapter.name
         if setup.head == "value":
             raise UserError(f"add_adapter '{name}': a value head has no adapters by name.")
-        if dist.get_world_size() > 1 or setup.config.cpu_offload:
-            raise UserError(
-                f"add_adapter '{name}': parameters are sharded. "
-                "Use one trainer rank, and engine.fsdp.cpu_offload=false."
-            )
         if experts_of(setup.module.config.to_dict()) is not None:
             raise UserError(
                 f"add_adapter '{name}': a mixture of experts cannot tell the rows of adapters "

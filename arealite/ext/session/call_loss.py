@@ -11,6 +11,7 @@ from arealite.algo.losses import make_policy_loss
 from arealite.algo.reduction import token_weights
 from arealite.api.algorithm import KLConfig, LossConfig, objectives
 from arealite.api.engine import LossFn, LossInput, Sequence
+from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.base import config_tree
 from arealite.base.errors import UserError
@@ -77,6 +78,18 @@ def changed(config: C, call: str, changes: Mapping[str, object]) -> C:
         config_tree.check_constraints(ready, "")
     except UserError as error:
         raise UserError(f"{call}: {error}") from error
+    return ready
+
+
+def changed_optimizer(config: OptimizerConfig, options: Mapping[str, object]) -> OptimizerConfig:
+    """Return the options of an optimizer with changes of `optim_step`.
+
+    Raises:
+        UserError: See `changed`; or they are for another type.
+    """
+    ready = changed(config, "optim_step", options)
+    if ready.type != config.type:
+        raise UserError(f"optim_step: optimizer.type={ready.type}: it is {config.type}.")
     return ready
 
 

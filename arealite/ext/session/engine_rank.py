@@ -1,18 +1,26 @@
 """The model that a session trains, on one of its ranks."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from arealite.api.engine import Sequence, Stats, TrainedWeights, TrainEngine, Training
+from arealite.api.engine import (
+    NewAdapter,
+    Sequence,
+    Stats,
+    TrainedWeights,
+    TrainEngine,
+    Training,
+)
 from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PolicyProof, WeightPublisher
 from arealite.base import entries
+from arealite.ext.served_policy.canary import sequence_of
 from arealite.ext.session.call_loss import Loss
 from arealite.impl.trainer.base import (
     make_engine,
@@ -141,6 +149,21 @@ class EngineRank:
     ) -> Stats:
         """Apply the gradient of an adapter."""
         return self.trained[adapter].optim_step(lr=lr, optimizer=optimizer)
+
+    def add_adapter(self, adapter: NewAdapter) -> None:
+        """Add an adapter to the engine."""
+        self.trained[adapter.name] = self.engine.add_adapter(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter from the engine, if it has been added."""
+        if self.trained.pop(name, None) is not None:
+            self.engine.remove_adapter(name)
+
+    def stage_adapter(self, name: str, folder: Path, row: list[int]) -> np.ndarray:
+        """Write an adapter for the servers; return the log-probabilities of a row, float32 [T]."""
+        self.trained[name].export(folder)
+        (scores_T,) = self.engine.forward([replace(sequence_of(row), adapter=name)])["logprobs"]
+        return scores_T
 
     def stage(self, version: int) -> None:
         """Gather the weights for the servers."""

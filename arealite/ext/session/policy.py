@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from arealite.api.engine import (
     NewAdapter,
     Sequence,
     Stats,
-    TrainedWeights,
     TrainEngine,
 )
 from arealite.api.engine_config import OptimizerConfig
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.base.errors import RoleError
-from arealite.ext.served_policy.canary import row_of, sequence_of
+from arealite.ext.served_policy.canary import row_of
 from arealite.ext.session.adapter_server import StagedAdapter
 from arealite.ext.session.call_loss import Loss, weighted_rows
 from arealite.ext.session.engine_rank import EngineRank, Outputs
@@ -65,11 +63,6 @@ class Policy:
     def engine(self) -> TrainEngine:
         """The engine of this process."""
         return self.ranks.local.engine
-
-    @property
-    def trained(self) -> dict[str, TrainedWeights]:
-        """The trained weights of this process; see EngineRank."""
-        return self.ranks.local.trained
 
     def close(self) -> None:
         """Close the publisher, end the other ranks, and destroy the process group."""
@@ -162,21 +155,18 @@ class Policy:
 
     def add_adapter(self, adapter: NewAdapter) -> None:
         """Add an adapter to the engine."""
-        self.trained[adapter.name] = self.engine.add_adapter(adapter)
+        self.ranks.call(EngineRank.add_adapter, adapter)
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter from the engine, if it has been added."""
-        if self.trained.pop(name, None) is not None:
-            self.engine.remove_adapter(name)
+        self.ranks.call(EngineRank.remove_adapter, name)
 
     def stage_adapter(self, name: str, version: int) -> StagedAdapter:
         """Write an adapter for the servers, and score the canary's row with it."""
         assert isinstance(self._publisher, DiskPublisher), "start first"
         folder = self._publisher.folder / "adapters" / name / str(version)
-        self.trained[name].export(folder)
         row = row_of(Path(self._config.model.path), None)
-        sequence = replace(sequence_of(row), adapter=name)
-        (scores_T,) = self.engine.forward([sequence])["logprobs"]
+        scores_T = self.ranks.call(EngineRank.stage_adapter, name, folder, row)
         return StagedAdapter(
             name=name,
             version=version,

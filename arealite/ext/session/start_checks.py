@@ -115,8 +115,6 @@ def check_input(config: ExperimentConfig) -> dict[str, Any]:
     import torch.distributed as dist
 
     ppo = config.trainer.ppo
-    if ppo.engine.fsdp.lora.only_named and config.launcher.trainer_ranks > 1:
-        raise UserError("adapters by name are trained by one rank. Use ranks=1, or lora=32.")
     num_gpus = torch.cuda.device_count()
     if num_gpus and config.launcher.trainer_ranks > num_gpus:
         raise UserError(

@@ -27,6 +27,7 @@ from arealite.ext.session.call_loss import (
     OwnLoss,
     adapters_of,
     changed,
+    changed_optimizer,
     check_staleness,
     make_loss,
 )
@@ -547,7 +548,7 @@ class Session:
         self._check_trained("optim_step", [adapter])
         self._check([adapter])
         record = self._records[adapter]
-        record.optimizer = changed(record.optimizer, "optim_step", options)
+        record.optimizer = changed_optimizer(record.optimizer, options)
         record.is_updated = True
         return self._begin([adapter], self._policy.optim_step, adapter, lr, record.optimizer)
 

@@ -161,14 +161,23 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
         self._extensions.remove_adapter(name)
         self._float32_names = self._extensions.own_parameters | {SCORE}
 
-    def _check_adapters(self, rows: list[Sequence]) -> None:
-        """Raise UserError if rows name an adapter that was not added."""
-        for row in rows:
-            if row.adapter and row.adapter not in self._adapters:
-                raise UserError(
-                    f"A row names the adapter '{row.adapter}', which the engine does not have. "
-                    f"Add it, or use one of: {', '.join(self._adapters) or '(none)'}."
-                )
+    def _adapters_of(self, rows: list[Sequence]) -> list[str]:
+        """Return the adapters of the rows of all ranks, sorted; [""] without rows.
+
+        Raises:
+            UserError: Rows name an adapter that was not added.
+        """
+        names = {row.adapter for row in rows}
+        for name in names - {"", *self._adapters}:
+            raise UserError(
+                f"A row names the adapter '{name}', which the engine does not have. "
+                f"Add it, or use one of: {', '.join(self._adapters) or '(none)'}."
+            )
+        if self._adapters and dist.get_world_size() > 1:
+            names_of_ranks = [names] * dist.get_world_size()
+            dist.all_gather_object(names_of_ranks, names)
+            names = set[str]().union(*names_of_ranks)
+        return sorted(names) or [""]
 
     def _weights(self, name: str) -> TrainedWeights:
         """Return the weights that rows with the adapter `name` train."""
@@ -187,14 +196,14 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
 
     def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
-        self._check_adapters(rows)
+        adapter, *_ = self._adapters_of(rows)
         outputs_by_row: dict[str, list[np.ndarray]] = {}
         group_rows, first_row = self._extensions.gather_rows(rows)
         local_rows = slice(first_row, first_row + len(rows))
         with self._extensions.forward_passes(), torch.no_grad(), self._low_precision():
             for indices in self._plan(group_rows):
                 part = [group_rows[index] for index in indices]
-                outputs = self._compute(self._collate(part))
+                outputs = self._compute(self._collate(part, adapter))
                 for name, values_N in outputs.items():
                     no_values = [np.empty(0)] * len(group_rows)
                     row_values = outputs_by_row.setdefault(name, no_values)
@@ -215,14 +224,13 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
         record_outputs: Mapping[str, str] | None = None,
     ) -> Stats:
         """Add a gradient; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
-        self._check_adapters(rows)
-        names = {row.adapter for row in rows} or {""}
+        adapters = self._adapters_of(rows)
         try:
             group_rows, _ = self._extensions.gather_rows(rows)
             plan = self._plan(group_rows, rows_per_example)
-            stats = self._add_gradient(group_rows, plan, loss_fn, record_outputs)
+            stats = self._add_gradient(group_rows, plan, adapters[0], loss_fn, record_outputs)
         except BaseException:
-            for name in names:
+            for name in adapters:
                 self._weights(name).drop_gradient()
             models.reset(self._model)
             self._extensions.take_stats()
@@ -236,10 +244,12 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
         self,
         rows: list[Sequence],
         plan: Plan,
+        adapter: str,
         loss_fn: LossFn,
         record_outputs: Mapping[str, str] | None,
     ) -> Stats:
-        """Run the micro-batches of `plan`; return the stats of this rank."""
+        """Run the micro-batches of `plan`, empty ones with an adapter that rows of other ranks
+        name; return the stats of this rank."""
         loss_fn = self._extensions.added_loss(loss_fn, rows)
         roots = models.fsdp_modules(self._model)[:1]
         totals = dict[str, torch.Tensor | float]()
@@ -248,7 +258,7 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
             for number, indices in enumerate(plan):
                 models.set_last_backward(roots, is_last=number == len(plan) - 1)
                 part = [rows[index] for index in indices]
-                batch = self._collate(part)
+                batch = self._collate(part, adapter)
                 if not part:
                     self._backward_without_rows(batch)
                     continue
@@ -265,7 +275,7 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
         sums = {name: float(total) for name, total in totals.items()}
         return sums | {
             "microbatches": float(len(plan)),
-            "tokens": float(_num_tokens(rows)),
+            "tokens": float(sum(map(_length, rows))),
             "computed_tokens": float(computed_tokens),
         }
 
@@ -321,12 +331,9 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
 
     def stream_adapter(self) -> Iterator[Named]:
         """Yield the adapter's matrices; see TrainEngine."""
-        matrices = self._extensions.stream_adapter(self.full)
-        if dist.get_rank() != 0:
-            deque(matrices, maxlen=0)
-            return
-        for name, full in matrices:
-            yield name, full.cpu()
+        for name, full in self._extensions.stream_adapter(self.full):
+            if dist.get_rank() == 0:
+                yield name, full.cpu()
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
@@ -341,9 +348,11 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
             return tensor.full_tensor()
         return tensor
 
-    def _collate(self, rows: list[Sequence]) -> MicroBatch:
-        """Return the micro-batch of `rows` that this rank computes."""
+    def _collate(self, rows: list[Sequence], adapter: str) -> MicroBatch:
+        """Return the micro-batch of `rows` that this rank computes; without rows, of `adapter`."""
         batch = collate(rows, self.device, self.layout)
+        if not rows:
+            batch = replace(batch, adapters=(adapter,))
         if not self.replays_routing:
             batch = replace(batch, replays_routing=False)
         return self._extensions.changed_batch(batch)
@@ -358,39 +367,17 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
         return trained
 
     def _plan(self, rows: list[Sequence], rows_per_example: int = 1) -> Plan:
-        """Return the row indices of each micro-batch, those of one adapter side by side."""
+        """Return the row indices of each micro-batch, those of one adapter side by side.
+
+        The plans of all ranks have equally many micro-batches, so that collectives stay aligned. A
+        shorter plan ends with empty micro-batches.
+        """
         plan = Plan()
         for group in self._mixable(rows):
             group_plan = self._plan_group([rows[index] for index in group], rows_per_example)
             for part in group_plan:
                 indices = [group[index] for index in part]
                 plan.append(sorted(indices, key=lambda index: rows[index].adapter))
-        return plan
-
-    def _mixable(self, rows: list[Sequence]) -> list[list[int]]:
-        """Return the indices of rows that may be in one micro-batch.
-
-        Packed rows have no axis by which a layer could tell them apart, and each adapter has a loss
-        scale of its own in float16.
-        """
-        is_mixed = self.config.lora.mixed and self.layout is None and not self._scales_loss
-        by_adapter = dict[str, list[int]]()
-        for index, row in enumerate(rows):
-            by_adapter.setdefault("" if is_mixed else row.adapter, []).append(index)
-        return [*by_adapter.values()] or [[]]
-
-    def _plan_group(self, rows: list[Sequence], rows_per_example: int) -> Plan:
-        """Return the row indices of each micro-batch; the rows of an example stay together.
-
-        The plans of all ranks have equally many micro-batches, so that collectives stay aligned. A
-        shorter plan ends with empty micro-batches.
-        """
-        budget = self.config.max_tokens_per_microbatch * self._extensions.num_sharing
-        if self.layout is not None:
-            plan = self.layout.plan(rows, budget, rows_per_example=rows_per_example)
-        else:
-            input_counts = [max(1, _length(row) - 1) for row in rows]
-            plan = padded(input_counts, budget, rows_per_example=rows_per_example)
         local_sizes = [max(1, len(plan)), max(map(_length, rows), default=0)]
         sizes = torch.tensor(local_sizes, device=self.device)
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
@@ -405,6 +392,26 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
             )
         num_missing = num_microbatches - len(plan)
         return plan + [[]] * num_missing
+
+    def _mixable(self, rows: list[Sequence]) -> list[list[int]]:
+        """Return the indices of rows that may be in one micro-batch.
+
+        Packed rows have no axis by which a layer could tell them apart, and each adapter has a loss
+        scale of its own in float16.
+        """
+        is_mixed = self.config.lora.mixed and self.layout is None and not self._scales_loss
+        by_adapter = dict[str, list[int]]()
+        for index, row in enumerate(rows):
+            by_adapter.setdefault("" if is_mixed else row.adapter, []).append(index)
+        return [*by_adapter.values()]
+
+    def _plan_group(self, rows: list[Sequence], rows_per_example: int) -> Plan:
+        """Return the row indices of each micro-batch; the rows of an example stay together."""
+        budget = self.config.max_tokens_per_microbatch * self._extensions.num_sharing
+        if self.layout is not None:
+            return self.layout.plan(rows, budget, rows_per_example=rows_per_example)
+        input_counts = [max(1, _length(row) - 1) for row in rows]
+        return padded(input_counts, budget, rows_per_example=rows_per_example)
 
     def _compute(self, batch: MicroBatch) -> Tensors:
         """Return the outputs of all loss tokens of a micro-batch, on every rank of its group."""
@@ -450,10 +457,6 @@ def backward(
 
 def _length(row: Sequence) -> int:
     return len(row.tokens)
-
-
-def _num_tokens(rows: list[Sequence]) -> int:
-    return sum(map(_length, rows))
 
 
 def _add_to(totals: dict[str, torch.Tensor | float], stats: Tensors) -> None:

@@ -129,8 +129,7 @@ class Optimizer:
                 total=training.total_updates,
                 config=training.optimizer,
             )
-        params = self.parameters.values()
-        gradients = [_local(param.grad) for param in params if param.grad is not None]
+        gradients = self._gradients()
         if not gradients:
             raise UserError("optim_step: there is no gradient. Call forward_backward before it.")
         scale = self.scale.value
@@ -158,6 +157,11 @@ class Optimizer:
             "lr": lr,
             "skipped_update": float(not is_finite),
         }
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return this rank's shards of the gradients."""
+        params = self.parameters.values()
+        return [_local(param.grad) for param in params if param.grad is not None]
 
     def _use(self, config: OptimizerConfig) -> None:
         """Take other options of the same type of optimizer."""
@@ -224,11 +228,11 @@ class Optimizer:
 
 
 def _num_copies(param: nn.Parameter) -> int:
-    """Return how many copies of a parameter's shards all ranks hold together."""
+    """Return how many copies of a parameter, or of its shards, all ranks hold together."""
     mesh = getattr(param, "device_mesh", None)
-    if mesh is None or mesh.ndim != 2:
-        return 1
-    return mesh.size(0)
+    if mesh is None:
+        return dist.get_world_size()
+    return mesh.size(0) if mesh.ndim == 2 else 1
 
 
 def _zero_state(key: str, param: nn.Parameter) -> torch.Tensor:

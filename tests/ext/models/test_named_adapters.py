@@ -129,7 +129,7 @@ def test_mixed_gradients_equal_those_alone(recomputed: bool, model: Path) -> Non
     engine = make_engine(model, lora=LoRAConfig(rank=3), **options)
     adapters = add(engine, *NAMES)
     rows = assigned(["", *NAMES])
-    batches = [engine._collate([rows[index] for index in part]) for part in engine._plan(rows)]
+    batches = [engine._collate([rows[index] for index in part], "") for part in engine._plan(rows)]
     assert max(len({*batch.adapters}) for batch in batches) == 4, "rows are mixed"
     engine.forward_backward(rows, LOSS)
     mixed = logprobs_of(engine, rows)
@@ -457,9 +457,19 @@ def test_frozen_engine_computes_named_rows_by_the_base_model(model: Path) -> Non
     assert np.abs(logprobs_of(engine, of(rows, "")) - default).max() > 1e-4
 
 
+def test_offloaded_parameters_change_no_adapter(model: Path) -> None:
+    results = list[np.ndarray]()
+    for cpu_offload in (False, True):
+        engine = make_engine(model, lora=LoRAConfig(rank=3), cpu_offload=cpu_offload)
+        adapter = add(engine, "alice")["alice"]
+        engine.forward_backward(of(assigned(["", "alice"]), "alice"), LOSS)
+        adapter.optim_step()
+        results.append(logprobs_of(engine, of(assigned(["", "alice"]), "alice")))
+    assert np.array_equal(results[0], results[1])
+
+
 REFUSED: list[tuple[dict[str, Any], NewAdapter, str]] = [
     ({}, new("alice"), r"'alice'.* trained.* Set engine\.fsdp\.lora\.rank"),
-    ({"lora": LoRAConfig(rank=2), "cpu_offload": True}, new("alice"), "parameters are sharded"),
     ({"lora": LoRAConfig(rank=2), "head": "value"}, new("alice"), "a value head has no adapters"),
     (
         {"lora": LoRAConfig(rank=2)},

@@ -73,7 +73,7 @@ async def difference(session: arealite.Session, samples: list[arealite.Sample]) 
 
 
 def weights_of(session: arealite.Session, adapter: str) -> dict[str, torch.Tensor]:
-    weights = session._policy.trained[adapter]
+    weights = session._policy.ranks.local.trained[adapter]
     return {name: tensor.clone() for name, tensor in weights.stream_adapter()}
 
 
@@ -469,7 +469,7 @@ async def test_refused_adapter_is_an_error_of_its_publish(
     async with opened(adapters=BOTH) as parts:
         session = parts.session
         with torch.no_grad():
-            for param in session._policy.trained["alice"].optimizer.parameters.values():  # type: ignore[attr-defined]
+            for param in session._policy.ranks.local.trained["alice"].optimizer.parameters.values():  # type: ignore[attr-defined]
                 param.fill_(float("nan"))
         with pytest.raises(RoleError, match=r"version 1 of the adapter 'alice'.*is not finite"):
             await session.publish(adapter="alice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,10 +215,63 @@ async def test_rank_that_cannot_start_fails_the_start(
             raise AssertionError("not reached")
 
 
-async def test_adapters_by_name_need_one_rank(opened: Open) -> None:
-    with pytest.raises(UserError, match="adapters by name are trained by one rank"):
-        async with opened(ranks=2, adapters=["alice"]):
-            raise AssertionError("not reached")
+def rows_of(adapter: str, lengths: tuple[int, ...]) -> list[Sequence]:
+    return [replace(row, adapter=adapter) for row in made_rows(lengths)]
+
+
+async def trained_by_name(session: arealite.Session, folder: Path) -> dict[str, Any]:
+    """Train, save, load, publish, add and remove adapters; return what the calls returned."""
+    # The rows of alice are on the first rank only, and those of bob also on the second one.
+    rows = rows_of("alice", (9, 5)) + rows_of("bob", (7, 6, 12, 9))
+    results: dict[str, Any] = {"backward": await session.forward_backward(rows, loss="ppo")}
+    results["recorded"] = [row.fields["prox_logprobs"] for row in rows]
+    results["alice"] = await session.optim_step(lr=0.3, adapter="alice")
+    with pytest.raises(UserError, match=r"optimizer\.type=adamw: it is sgd"):
+        await session.optim_step(lr=0.3, adapter="bob", type="adamw")  # the gradient stays
+    results["bob"] = await session.optim_step(lr=0.3, adapter="bob")
+    await session.save("state", adapter="bob")
+    await session.forward_backward(rows_of("bob", (6,)), own_losses.reinforce)
+    results["one_row"] = await session.optim_step(lr=0.3, adapter="bob")
+    with pytest.raises(UserError, match="no gradient"):
+        await session.optim_step(lr=0.3, adapter="alice")
+    await session.load("state", adapter="bob")
+    await session.add_adapter("carol", rank=3, targets=["all-linear"], seed=5)
+    session.forward_backward(rows_of("carol", (8, 8)), own_losses.reinforce)
+    with pytest.raises(ZeroDivisionError, match="no loss"):
+        await session.forward_backward(rows_of("bob", (8, 8)), own_losses.fails)
+    results["carol"] = await session.optim_step(lr=0.3, adapter="carol")
+    for name in ("alice", "bob", "carol"):
+        results[f"published {name}"] = (await session.publish(adapter=name)).servers
+        await session.export(folder / name, adapter=name)
+        results[f"weights {name}"] = load_file(folder / name / "adapter_model.safetensors")
+    await session.remove_adapter("carol")
+    with pytest.raises(UserError, match="carol"):
+        await session.forward(rows_of("carol", (8,)))
+    results["logprobs"] = await session.forward(rows + made_rows((5,)))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares_rows"),
+    [("auto", False), ("packed", True), ("padded", False)],
+)
+async def test_two_ranks_train_adapters_by_name_as_one_does(
+    opened: Open, tmp_path: Path, layout: str, shares_rows: bool
+) -> None:
+    results = list[dict[str, Any]]()
+    for count in (1, 2):
+        overrides = {
+            "engine.fsdp.layout": layout,
+            "engine.fsdp.context_parallel": count if shares_rows else 1,
+        }
+        async with opened(ranks=count, adapters=["alice", "bob"], overrides=overrides) as parts:
+            folder = tmp_path / f"export-{count}"
+            results.append(await trained_by_name(parts.session, folder))
+            sample = (await parts.session.sample("2+3=", max_tokens=4, adapter="bob"))[0]
+            (scores_T,) = await parts.session.forward([sample.row()])
+            np.testing.assert_allclose(scores_T[-4:], sample.logprobs, atol=1e-4)
+        assert not child_ranks()
+    assert_close(results[1], results[0])
 
 
 def test_rows_are_divided_in_order_by_their_tokens() -> None:

@@ -60,7 +60,7 @@ def test_train_batch_equals_its_steps_written_out_bit_for_bit(kind: str, model: 
         loss = 0.0
         with plain._low_precision():
             for indices in plain._plan(rows):
-                batch = plain._collate([rows[index] for index in indices])
+                batch = plain._collate([rows[index] for index in indices], "")
                 outputs = plain._compute(batch)
                 part, part_stats = loss_fn(
                     LossInput(outputs=outputs, rows_N=batch.rows_N, fields=batch.fields)
