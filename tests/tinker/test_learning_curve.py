@@ -25,7 +25,7 @@ from tests.tinker.clients.plan import (
     reward_of,
     seed_of,
 )
-from tests.tinker.conftest import RunningService
+from tests.tinker.conftest import RunningService, serving
 
 pytestmark = pytest.mark.tinker
 
@@ -152,7 +152,21 @@ async def test_curve_through_the_sdk_is_that_of_the_calls_bit_for_bit_and_that_o
     rewards = [np.mean([answer["reward"] for answer in step["answers"]]) for step in expected]
     assert max(rewards[-2:]) > rewards[0]
 
-    model_id, _, name = found["first"].removeprefix("tinker://").partition("/")
-    (folder,) = service.folder.glob(f"runs/**/tenants/*/{model_id.replace(':', '-')}/{name}")
-    losses = curve_of_torch(tiny, folder / "adapter", expected)
+    losses = curve_of_torch(tiny, first_adapter(service, found), expected)
     assert losses == pytest.approx([step["loss"] for step in expected], rel=1e-3, abs=1e-4)
+
+
+def first_adapter(service: RunningService, curve: dict[str, Any]) -> Path:
+    """Return the folder of the adapter with which a curve begins."""
+    model_id, _, name = curve["first"].removeprefix("tinker://").partition("/")
+    (folder,) = service.folder.glob(f"runs/**/tenants/*/{model_id.replace(':', '-')}/{name}")
+    return folder / "adapter"
+
+
+def test_curve_of_two_ranks_is_that_of_torch(tiny: Path, tmp_path: Path) -> None:
+    with serving(tiny, tmp_path, "launcher.trainer_ranks=2") as service:
+        curve = service.client("learning_curve", "org/tiny")
+        steps = curve["steps"]
+        losses = curve_of_torch(tiny, first_adapter(service, curve), steps)
+    assert len(steps) == NUM_STEPS
+    assert losses == pytest.approx([step["loss"] for step in steps], rel=1e-3, abs=1e-4)

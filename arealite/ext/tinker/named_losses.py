@@ -149,10 +149,10 @@ HAS_TARGET = "has_target"
 
 
 class SummedLoss:
-    """The loss function of a call, for the engine."""
+    """The loss function of a call, for the engine. It can be sent to other ranks."""
 
     def __init__(self, name: str, options: Options, *, uses_top_ids: bool) -> None:
-        self._loss = find_loss(name)
+        self._name = name
         self._options = options
         self._output = "top_logprobs" if uses_top_ids else "logprobs"
 
@@ -165,6 +165,8 @@ class SummedLoss:
         """Return the loss of a micro-batch, and its sum as a stat."""
         has_target = batch.fields[HAS_TARGET] > 0
         logprobs = batch.outputs[self._output].where(has_target, 0.0)
-        terms = self._loss.terms(replace(batch, outputs={"logprobs": logprobs}), self._options)
+        terms = find_loss(self._name).terms(
+            replace(batch, outputs={"logprobs": logprobs}), self._options
+        )
         loss = terms.where(has_target, 0.0).sum()
         return loss, {"loss": loss.detach()}
