@@ -1,11 +1,14 @@
 """Measure adapters that are published and served as adapters, on SmolLM2-135M.
 
-    tools/bench_adapters.py [--model FOLDER] [--requests 1000]
+    tools/bench_adapters.py [--model FOLDER] [--requests 1000] [--requests-135m 200]
 
-Three figures go to out/bench/adapters.json. `publish_speedup`: a publish of all weights takes so
-many times as long as one of a rank-32 adapter. `tenants_speedup`: 8 adapters in one batch generate
-so many times as fast as the same requests of one adapter after the other. `tenant_diff_max`: the
-largest difference, in nats, between a log-probability in a batch of 8 adapters and alone (float32).
+Figures go to out/bench/adapters.json. `publish_speedup`: a publish of all weights takes so many
+times as long as one of a rank-32 adapter. `tenants_speedup`: 8 adapters in one batch generate so
+many times as fast as the same requests of one adapter after the other, with 8 requests of each
+(`_1`: with one request). `tenant_diff_max`: the largest difference, in nats, between a
+log-probability in a batch of 8 adapters and alone (float32): of a tiny model, of SmolLM2 (`_135m`),
+and of SmolLM2 with batch invariance (`_invariant`), which makes one request and 64 requests take
+`invariant_time_ratio` times as long.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -42,6 +44,8 @@ TENANTS = 8
 REQUESTS = 8
 """Requests of each tenant at a time."""
 PROMPT, TOKENS = 16, 32
+PROMPT_LENGTHS = 4, 60
+"""Smallest and largest length of the prompts of requests that are compared."""
 BLOCKS, PUBLISHES = 3, 4
 """Blocks of publishes of one kind, in turn; the first publish of a block is not counted, because a
 server that had whole weights loads its base weights again."""
@@ -78,13 +82,19 @@ def send(run: AdapterRun, version: int) -> None:
     run.publisher.push(version)
 
 
-def make_requests(adapter: str, count: int, vocabulary: int, seed: int) -> list[Generation]:
-    """Return requests with random prompts."""
+def make_requests(
+    adapter: str,
+    count: int,
+    vocabulary: int,
+    seed: int,
+    prompt_lengths: tuple[int, int] = (PROMPT, PROMPT),
+) -> list[Generation]:
+    """Return requests with random prompts of random lengths."""
     rng = random.Random(seed)
     return [
         Generation(
             rid=f"{adapter}-{number}",
-            prompt=[rng.randrange(vocabulary) for _ in range(PROMPT)],
+            prompt=[rng.randrange(vocabulary) for _ in range(rng.randint(*prompt_lengths))],
             sampling=SamplingParams(sampling_seed=number),
             limit=TOKENS,
             stops=frozenset(),
@@ -96,45 +106,61 @@ def make_requests(adapter: str, count: int, vocabulary: int, seed: int) -> list[
 
 def decode(decoder: Decoder, requests: list[Generation]) -> float:
     """Run the requests to their end; return the seconds."""
-    waiting = deque(requests)
     begin = time.perf_counter()
-    with torch.inference_mode():
-        while waiting or decoder.running:
-            if waiting and len(decoder.running) < decoder.max_rows:
-                decoder.prefill(waiting)
-                decoder.remove_ended()
-            if decoder.running:
-                decoder.decode()
-                decoder.remove_ended()
+    decoder.run(requests)
     return time.perf_counter() - begin
 
 
-def make_decoder(model: Path, folder: Path) -> Decoder:
-    """Return a decoder with the adapters "0", "1", …, which have random matrices."""
-    served, _ = load_model(str(model), dtype="float32", device="cpu")
-    decoder = Decoder(served, max_rows=TENANTS * REQUESTS, seed=0)
-    for number in range(TENANTS):
-        low_rank: LowRankByLayer = read_low_rank(
-            served, adapter_folder(model, folder / str(number), number, rank=RANK)
-        )
+def make_decoder(model: Path, folders: list[Path], *, batch_invariant: bool = False) -> Decoder:
+    """Return a decoder with the adapters "0", "1", … of the folders."""
+    served, _ = load_model(
+        str(model), dtype="float32", device="cpu", batch_invariant=batch_invariant
+    )
+    decoder = Decoder(served, max_rows=TENANTS * REQUESTS, seed=0, batch_invariant=batch_invariant)
+    for number, folder in enumerate(folders):
+        low_rank: LowRankByLayer = read_low_rank(served, folder)
         decoder.adapters.load(str(number), low_rank)
     return decoder
 
 
-def tenants_speedup(decoder: Decoder, vocabulary: int) -> float:
-    """Return how many times as fast 8 adapters are together as one after the other."""
+def make_folders(model: Path, parent: Path) -> list[Path]:
+    """Write adapters with random matrices; return their folders."""
+    return [
+        adapter_folder(model, parent / str(number), number, rank=RANK) for number in range(TENANTS)
+    ]
+
+
+def tenants_speedup(decoder: Decoder, vocabulary: int, requests: int) -> float:
+    """Return how many times as fast 8 adapters with some requests each are together as in turn."""
     ratios = list[float]()
     for repeat in range(3):
         together, alone = list[Generation](), list[list[Generation]]()
         for number in range(TENANTS):
-            together += make_requests(str(number), REQUESTS, vocabulary, repeat)
-            alone.append(make_requests(str(number), REQUESTS, vocabulary, repeat))
-        in_turn_s = sum(decode(decoder, requests) for requests in alone)
+            together += make_requests(str(number), requests, vocabulary, repeat)
+            alone.append(make_requests(str(number), requests, vocabulary, repeat))
+        in_turn_s = sum(decode(decoder, of_tenant) for of_tenant in alone)
         ratios.append(in_turn_s / decode(decoder, together))
     return statistics.median(ratios)
 
 
-def compare_with_alone(decoder: Decoder, vocabulary: int, requests: int) -> tuple[int, float]:
+def invariant_time_ratios(decoder: Decoder, invariant: Decoder, vocabulary: int) -> list[float]:
+    """Return how many times as long a batch-invariant decoder takes: for one request, for 64."""
+    ratios = list[float]()
+    for count in (1, TENANTS * REQUESTS):
+        ratios_of_count = list[float]()
+        for repeat in range(3):
+            seconds = [
+                decode(either, make_requests("0", count, vocabulary, repeat))
+                for either in (decoder, invariant)
+            ]
+            ratios_of_count.append(seconds[1] / seconds[0])
+        ratios.append(statistics.median(ratios_of_count))
+    return ratios
+
+
+def compare_with_alone(
+    decoder: Decoder, vocabulary: int, requests: int, prompt_lengths: tuple[int, int]
+) -> tuple[int, float]:
     """Compare seeded requests in a batch of all adapters with the same ones of an adapter alone.
 
     Returns:
@@ -143,8 +169,8 @@ def compare_with_alone(decoder: Decoder, vocabulary: int, requests: int) -> tupl
     per_tenant = requests // TENANTS
     beside, alone = list[Generation](), list[Generation]()
     for number in range(TENANTS):
-        beside += make_requests(str(number), per_tenant, vocabulary, number)
-        tenant = make_requests(str(number), per_tenant, vocabulary, number)
+        beside += make_requests(str(number), per_tenant, vocabulary, number, prompt_lengths)
+        tenant = make_requests(str(number), per_tenant, vocabulary, number, prompt_lengths)
         decode(decoder, tenant)
         alone += tenant
     mixed = [*beside]
@@ -166,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", type=Path, default=FOLDER)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests-135m", type=int, default=200)
     options = parser.parse_args()
     log.setup("bench", "error")
     torch.set_num_threads(1)
@@ -177,24 +204,41 @@ def main() -> None:
         model = folder / "model"
         model.symlink_to(options.model.resolve())
         seconds = asyncio.run(publish_seconds(model))
-        decoder = make_decoder(model, folder / "adapters")
-        speedup = tenants_speedup(decoder, decoder.model.config.vocab_size)
+        folders = make_folders(model, folder / "adapters")
+        decoder = make_decoder(model, folders)
+        vocabulary = decoder.model.config.vocab_size
+        speedup = tenants_speedup(decoder, vocabulary, REQUESTS)
+        speedup_1 = tenants_speedup(decoder, vocabulary, 1)
         tiny = tiny_model(folder / "tiny", init_std=0.1)
-        tiny_decoder = make_decoder(tiny, folder / "tiny-adapters")
-        other_tokens, difference = compare_with_alone(tiny_decoder, 64, options.requests)
-        other_tokens_135m, difference_135m = compare_with_alone(
-            decoder, decoder.model.config.vocab_size, TENANTS * REQUESTS
+        tiny_decoder = make_decoder(tiny, make_folders(tiny, folder / "tiny-adapters"))
+        other_tokens, difference = compare_with_alone(
+            tiny_decoder, 64, options.requests, PROMPT_LENGTHS
         )
+        requests = options.requests_135m
+        other_tokens_135m, difference_135m = compare_with_alone(
+            decoder, vocabulary, requests, PROMPT_LENGTHS
+        )
+        invariant = make_decoder(model, folders, batch_invariant=True)
+        other_tokens_invariant, difference_invariant = compare_with_alone(
+            invariant, vocabulary, requests, PROMPT_LENGTHS
+        )
+        ratio_of_one, ratio_of_many = invariant_time_ratios(decoder, invariant, vocabulary)
         values = {
             "publish_whole_s": seconds["whole"],
             "publish_adapter_s": seconds["adapter"],
             "publish_speedup": seconds["whole"] / seconds["adapter"],
             "tenants_speedup": speedup,
+            "tenants_speedup_1": speedup_1,
             "tenant_requests": options.requests,
             "tenant_other_tokens": other_tokens,
             "tenant_diff_max": difference,
             "tenant_other_tokens_135m": other_tokens_135m,
+            "tenant_requests_135m": requests,
             "tenant_diff_max_135m": difference_135m,
+            "tenant_other_tokens_invariant": other_tokens_invariant,
+            "tenant_diff_max_invariant": difference_invariant,
+            "invariant_time_ratio_1": ratio_of_one,
+            "invariant_time_ratio_64": ratio_of_many,
         }
     figures.show(values, digits=7)
     figures.save("adapters.json", values)

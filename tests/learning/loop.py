@@ -93,12 +93,9 @@ class Sampler(WeightPublisher):
             )
             for number, prompt in enumerate(prompts)
         ]
-        waiting = deque(asked)
-        with torch.inference_mode():
-            while waiting or decoder.running:
-                decoder.prefill(waiting) if waiting else decoder.decode()
-                decoder.remove_ended()
-            if self.teacher is not None:
+        decoder.run(asked)
+        if self.teacher is not None:
+            with torch.inference_mode():
                 self.score(asked)
         return asked
 

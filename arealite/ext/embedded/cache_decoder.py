@@ -8,7 +8,6 @@ rows.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,8 +53,8 @@ class DecodingBatch:
 class CacheDecoder(BaseDecoder):
     """Runs any model with a cache, with one forward pass for each batch of equal lengths."""
 
-    def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
-        super().__init__(model, max_rows=max_rows, seed=seed)
+    def __init__(self, model: Model, **options: Any) -> None:
+        super().__init__(model, **options)
         self._batches: list[DecodingBatch] = []
 
     def _run_prompts(self, admitted: Admitted) -> Tensor:
@@ -148,17 +147,21 @@ class PlainDecoder(CacheDecoder):
         return cache[index]
 
 
-def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
+def make_decoder(model: Model, **options: Any) -> BaseDecoder:
     """Return the fastest decoder whose log-probabilities equal those of plain forward passes.
 
     Each decoder is tried on a few short rows.
+
+    Args:
+        model: The model.
+        options: See BaseDecoder.
 
     Raises:
         UserError: No decoder runs the model with equal log-probabilities.
     """
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         # Only models with full and sliding attention can be packed.
-        return Decoder(model, max_rows=max_rows, seed=seed)
+        return Decoder(model, **options)
     decoder_types = [Decoder, CacheDecoder, PlainDecoder]
     reason = "the fastest"
     if _has_time_step_limit(model):
@@ -178,7 +181,7 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
                 bound=bound,
                 why=reason,
             )
-            return decoder_type(model, max_rows=max_rows, seed=seed)
+            return decoder_type(model, **options)
         if math.isnan(difference):
             check_finite(model, str(model.name_or_path))
         dtype = str(model.dtype).removeprefix("torch.")
@@ -250,13 +253,7 @@ def _decoded_logprobs(
     generations: list[Generation],
 ) -> Tensor:
     """Run the requests with a decoder; return the log-probabilities of their output [N]."""
-    waiting = deque(generations)
-    decoder = decoder_type(model, max_rows=3, seed=0)
-    while waiting or decoder.running:
-        if waiting:
-            decoder.prefill(waiting)
-        decoder.decode()
-        decoder.remove_ended()
+    decoder_type(model, max_rows=3, seed=0).run(generations)
     return torch.tensor([*chain.from_iterable(row.logprobs for row in generations)])
 
 

@@ -20,6 +20,9 @@ class EmbeddedServerConfig(ServerOptions):
     quantization: Literal["none", "int8"] = opt(
         "none", "int8: round the weights of layers, row by row; needs canary and self_check off"
     )
+    batch_invariant: bool = opt(
+        False, "true: a request gets the same numbers beside others and alone (CPU)"
+    )
     max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
 
     def supervise(

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,9 +82,26 @@ class BaseDecoder(ABC):
     mixes_lengths = False
     """Whether prompts of different lengths can be admitted together."""
 
-    def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_rows: int,
+        seed: int,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Admit no request yet.
+
+        Args:
+            model: The model.
+            max_rows: The largest number of running requests.
+            seed: Of requests without one.
+            batch_invariant: Compute each prompt as if it were alone: attention over padded prompts
+                adds numbers in another order.
+        """
         self.model = model
         self.max_rows = max_rows
+        self._batch_invariant = batch_invariant
         self.running: list[Generation] = []
         self._device = str(next(model.parameters()).device)
         self.adapters = ServedAdapters(model)
@@ -100,12 +118,33 @@ class BaseDecoder(ABC):
 
         Equal prompts are computed once.
         """
+        num_tokens = self._prefill_pass(waiting)
+        while self._batch_invariant and waiting and len(self.running) < self.max_rows:
+            if num_tokens >= PREFILL_TOKENS:
+                break
+            num_tokens += self._prefill_pass(waiting)
+
+    def _prefill_pass(self, waiting: deque[Generation]) -> int:
+        """Admit the requests of one forward pass; return the number of their prompts' tokens."""
         admitted = self._admit(waiting)
         generations = admitted.generations
         self.running += generations
         self._score_prompts(generations)
         logits_BV = self._run_prompts(admitted)
         self._sample(generations, logits_BV, self._settings_of(generations))
+        return sum(map(len, admitted.prompts))
+
+    @torch.inference_mode()
+    def run(self, generations: Sequence[Generation]) -> None:
+        """Run requests to their ends, while there are no others."""
+        waiting = deque(generations)
+        while waiting or self.running:
+            if waiting and len(self.running) < self.max_rows:
+                self.prefill(waiting)
+                self.remove_ended()
+            if self.running:
+                self.decode()
+                self.remove_ended()
 
     @abstractmethod
     def _run_prompts(self, admitted: Admitted) -> Tensor:
@@ -173,7 +212,8 @@ class BaseDecoder(ABC):
         """
         num_tokens = num_prompts * max(lengths)
         num_logits = num_prompts * len(lengths) * self._vocab_size
-        return num_tokens <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
+        fits = num_tokens <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
+        return fits and not self._batch_invariant
 
     def _settings_of(self, generations: Sequence[Generation]) -> Settings:
         return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
@@ -206,7 +246,7 @@ class BaseDecoder(ABC):
             longest = max(longest, len(generation.prompt))
             num_tokens = (len(batch) + 1) * longest
             fits = num_tokens <= PREFILL_TOKENS and num_tokens * self._vocab_size <= PREFILL_LOGITS
-            if batch and not fits:
+            if batch and (self._batch_invariant or not fits):
                 self._score(batch)
                 batch = []
                 longest = len(generation.prompt)
@@ -242,8 +282,8 @@ class Decoder(BaseDecoder):
 
     mixes_lengths = True
 
-    def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
-        super().__init__(model, max_rows=max_rows, seed=seed)
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(model, **options)
         self._window = window_of(model)
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers)
         self._settings: Settings | None = None
@@ -266,7 +306,7 @@ class Decoder(BaseDecoder):
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
         prefix_length = 0
-        if not any_wants_routing(generations):
+        if not (any_wants_routing(generations) or self._batch_invariant):
             prefix_length = self._reuse_prefix(admitted, first)
         self.adapters.select(admitted.adapters)
         last_positions = sorted({length - 1 for length in lengths})
@@ -277,10 +317,9 @@ class Decoder(BaseDecoder):
                 first=first,
                 begin=prefix_length,
             )
-        moves = list[tuple[int, int]]()
-        for row, source in enumerate(sources):
-            if source != row:
-                moves.append((first + source, first + row))
+        moves = [
+            (first + source, first + row) for row, source in enumerate(sources) if source != row
+        ]
         self._cache.copy_rows(moves, longest)
         index_of_position = {position: i for i, position in enumerate(last_positions)}
         last_indices = [index_of_position[lengths[source] - 1] for source in sources]

@@ -23,6 +23,7 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.folder_checks import check_address
 from arealite.base.model_folder import exact_length
 from arealite.base.signals import STOP
+from arealite.ext.embedded.batch_invariance import check_batch_invariant
 from arealite.ext.embedded.cache_decoder import make_decoder
 from arealite.ext.embedded.decode_loop import Engine
 from arealite.ext.embedded.generation import Generation
@@ -135,8 +136,13 @@ class EmbeddedServer(LLMServer):
         model = self.config.model
         if self._shared is not None:
             return self._shared, load_tokenizer(model.path)
-        device = self.config.llm_server.embedded.device
-        return load_model(model.path, dtype=model.dtype, device=device)
+        options = self.config.llm_server.embedded
+        return load_model(
+            model.path,
+            dtype=model.dtype,
+            device=options.device,
+            batch_invariant=options.batch_invariant,
+        )
 
     async def _listen(self, runner: web.AppRunner) -> None:
         server = self.config.llm_server
@@ -172,7 +178,10 @@ class EmbeddedServer(LLMServer):
             model,
             max_rows=options.max_running_requests,
             seed=self.config.seed,
+            batch_invariant=options.batch_invariant,
         )
+        if options.batch_invariant:
+            check_batch_invariant(decoder)
         return Engine(
             decoder=decoder,
             num_threads=options.num_threads,

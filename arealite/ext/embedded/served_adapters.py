@@ -4,7 +4,7 @@ A batch may mix rows of several adapters: the layers compute the base for all ro
 batched product the adapters, each for its own rows. As in peft, the products are in float32.
 
 Shape letters: B = rows of a batch, I = inputs and O = outputs of a layer, R = rank of an adapter,
-G = slots of a layer's adapters, P = rows of some slots, padded to equally many for each.
+G = slots of a layer's adapters, M = the most rows of a slot, P = G · M: all have as many, padded.
 """
 
 import math
@@ -38,6 +38,9 @@ from arealite.impl.weights.tensor_names import Tensors, tensor_reader
 DEFAULT = ""
 """The name of the adapter of requests that name none."""
 SIDES = (".lora_A.weight", ".lora_B.weight")
+LEAST_ROWS = 4
+"""Rows of a product, at least: MKL adds the terms of a sum in another order for one to three rows,
+so a request would get other numbers alone than beside others."""
 MOST_PADDING = 2.0
 """Largest size of a batched product, as a multiple of its rows. A larger one takes longer than two
 smaller ones."""
@@ -66,8 +69,8 @@ class Span:
     slots: slice
     rows_P: Tensor | None
     """The rows, slot after slot, int64; None: all rows of the batch use the only slot."""
-    is_padding_P11: Tensor | None
-    """Rows of which nothing is computed, because their slot has fewer; None: there are none."""
+    is_padding_GM11: Tensor | None
+    """Rows of each slot of which nothing is computed, because it has fewer; None: none."""
 
 
 class LayerAdapters:
@@ -115,15 +118,19 @@ class LayerAdapters:
         """Add the products of a span to a layer's output [B, …, O], for its inputs [B, …, I]."""
         down_GRI = self.down_GRI[span.slots]
         up_GOR = self.up_GOR[span.slots]
-        num_slots, rank, num_inputs = down_GRI.shape
+        num_slots, _, num_inputs = down_GRI.shape
         if span.rows_P is not None:
             inputs = inputs.index_select(0, span.rows_P)
         grouped_inputs = inputs.reshape(num_slots, -1, num_inputs)
+        num_rows = grouped_inputs.shape[1]
+        if num_rows < LEAST_ROWS:
+            grouped_inputs = pad(grouped_inputs, (0, 0, 0, LEAST_ROWS - num_rows))
         low_rank = torch.bmm(grouped_inputs, down_GRI.transpose(1, 2))
-        if span.is_padding_P11 is not None:
-            low_rank.view(len(inputs), -1, rank).masked_fill_(span.is_padding_P11, 0.0)
-        change = torch.bmm(low_rank, up_GOR.transpose(1, 2))
-        change = change.view(len(inputs), *output.shape[1:])
+        if span.is_padding_GM11 is not None:
+            by_row = low_rank[:, :num_rows].unflatten(1, (span.is_padding_GM11.shape[1], -1))
+            by_row.masked_fill_(span.is_padding_GM11, 0.0)
+        change = torch.bmm(low_rank, up_GOR.transpose(1, 2))[:, :num_rows]
+        change = change.reshape(len(inputs), *output.shape[1:])
         if span.rows_P is None:
             output += change
         else:
@@ -208,15 +215,15 @@ class ServedAdapters:
         begin, end, most_rows = _extent(rows_by_slot)
         slots = slice(begin, end)
         if most_rows == len(self._row_names):
-            return Span(slots=slots, rows_P=None, is_padding_P11=None)
+            return Span(slots=slots, rows_P=None, is_padding_GM11=None)
         rows = [torch.tensor(rows_by_slot.get(slot, [])).long() for slot in range(begin, end)]
         rows_GM = pad_sequence(rows, batch_first=True, padding_value=-1)
-        rows_P = rows_GM.flatten().to(next(self._model.parameters()).device)
-        is_padding_P11 = (rows_P < 0)[:, None, None]
+        rows_GM = rows_GM.to(next(self._model.parameters()).device)
+        is_padding_GM = rows_GM < 0
         return Span(
             slots=slots,
-            rows_P=rows_P.clamp(min=0),
-            is_padding_P11=is_padding_P11 if is_padding_P11.any() else None,
+            rows_P=rows_GM.flatten().clamp(min=0),
+            is_padding_GM11=is_padding_GM[..., None, None] if is_padding_GM.any() else None,
         )
 
     def _add(

@@ -20,7 +20,7 @@ from arealite.ext.embedded.protocol import RequestRefused
 from arealite.ext.embedded.quantization import matrix_names, round_rows
 from arealite.ext.embedded.served_adapters import DEFAULT, ServedAdapters, read_low_rank
 from arealite.ext.embedded.staged_versions import is_staged_in_memory
-from arealite.ext.models.fast_linear import use_fast_linear
+from arealite.ext.models.fast_linear import BatchInvariantProducts, use_fast_linear
 from arealite.ext.models.text_model import check_layers
 from arealite.ext.weights.buckets import Layout
 from arealite.ext.weights.updatable_tensors import PartialGroups, UpdatableTensors
@@ -275,8 +275,20 @@ def _read_folder(path: str) -> Tensors:
     return tensors
 
 
-def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
+def load_model(
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    batch_invariant: bool = False,
+) -> tuple[PreTrainedModel, Any]:
     """Return (model in evaluation mode, tokenizer) of a Hugging Face folder.
+
+    Args:
+        path: The folder.
+        dtype: Of the weights.
+        device: Of the model; see `pick_device`.
+        batch_invariant: Whether a row may not depend on the rows beside it.
 
     Raises:
         UserError: There is no such model, or this server cannot run it.
@@ -305,7 +317,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     UpdatableTensors(loaded, folder)  # transformers fills missing tensors with random numbers
     model = loaded.to(pick_device(device))
     model = model.eval().requires_grad_(False)
-    use_fast_linear(model)
+    use_fast_linear(model, BatchInvariantProducts() if batch_invariant else None)
     return model, tokenizer
 
 

@@ -76,11 +76,36 @@ def fast_linear(setup: EngineSetup) -> FastLinear | None:
     return FastLinear(setup.module) if USES_ONEDNN else None
 
 
-def use_fast_linear(model: nn.Module) -> None:
-    """Make the linear layers of a model compute by oneDNN, on a processor of AMD."""
-    if not USES_ONEDNN:
+class BatchInvariantProducts(OneDNNProducts):
+    """Products of which a row does not depend on the number of rows.
+
+    oneDNN adds the terms of a sum in one order for two rows and more, and in another for one.
+    """
+
+    def linear(
+        self,
+        hidden: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+    ) -> Tensor:
+        """Return hidden · weightᵀ + bias; see MatrixProducts."""
+        num_inputs = weight_NK.shape[1]
+        if hidden.numel() != num_inputs:
+            return super().linear(hidden, weight_NK, bias_N)
+        output_2N = super().linear(hidden.expand(2, *hidden.shape), weight_NK, bias_N)
+        return output_2N[0]
+
+
+def use_fast_linear(model: nn.Module, products: OneDNNProducts | None = None) -> None:
+    """Make the linear layers of a model compute by oneDNN.
+
+    Args:
+        model: The model.
+        products: What computes them; None: OneDNNProducts, on a processor of AMD.
+    """
+    if products is None and not USES_ONEDNN:
         return
-    products = OneDNNProducts()
+    products = products or OneDNNProducts()
     for layer in model.modules():
         has_own_forward = "forward" in vars(layer)
         if type(layer) is nn.Linear and not has_own_forward:
@@ -92,7 +117,7 @@ def _forward(products: OneDNNProducts, layer: nn.Linear, input: Tensor) -> Tenso
 
 
 def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
-    if left.device.type != "cpu":
+    if left.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     is_float32 = left.dtype == right.dtype == torch.float32
     return is_float32 and left.numel() > 0

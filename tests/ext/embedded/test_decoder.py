@@ -7,7 +7,6 @@ import functools
 import random
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -98,19 +97,6 @@ def make_generation(prompt: list[int], new: int, **sampling: Any) -> Generation:
     )
 
 
-def run(decoder: Decoder, generations: Sequence[Generation]) -> None:
-    """Decode until all requests have ended."""
-    waiting = deque(generations)
-    with torch.inference_mode():
-        while waiting or decoder.running:
-            if waiting and len(decoder.running) < decoder.max_rows:
-                decoder.prefill(waiting)
-                decoder.remove_ended()
-            if decoder.running:
-                decoder.decode()
-                decoder.remove_ended()
-
-
 @torch.inference_mode()
 def reference_logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Return log-probabilities [T-1, V] of one plain forward pass, in float64 after the logits."""
@@ -135,7 +121,7 @@ def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
 def test_greedy_equals_transformers_generate(model: Any) -> None:
     wanted = prompts(7)
     generations = [make_generation(prompt, 20, temperature=0.0) for prompt in wanted]
-    run(Decoder(model, max_rows=4, seed=0), generations)
+    Decoder(model, max_rows=4, seed=0).run(generations)
     for prompt, generation in zip(wanted, generations, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(
@@ -157,7 +143,7 @@ def check_family(folder: Path, family: str, settings: dict[str, Any]) -> None:
     begin += range(3, 3 + MIN_PREFIX_TOKENS)
     for wanted in (prompts(8, longest=40), [begin + prompt for prompt in prompts(8, longest=20)]):
         generations = [make_generation(prompt, 20) for prompt in wanted]
-        run(Decoder(model, max_rows=5, seed=1), generations)
+        Decoder(model, max_rows=5, seed=1).run(generations)
         for generation in generations:
             check_logprobs(model, generation)
 
@@ -190,7 +176,7 @@ def test_sampled_logprobs_equal_a_plain_forward_pass(model: Any, temperature: fl
     generations = [
         make_generation(p, 5 + 3 * i, temperature=temperature) for i, p in enumerate(prompts(12))
     ]
-    run(Decoder(model, max_rows=5, seed=1), generations)
+    Decoder(model, max_rows=5, seed=1).run(generations)
     for generation in generations:
         assert len(generation.output) == generation.limit
         check_logprobs(model, generation, temperature)
@@ -202,7 +188,7 @@ def test_requests_of_one_batch_keep_their_sampling_settings(qwen: Any) -> None:
         make_generation([5, 6], 30, temperature=1.5),
         make_generation([5, 6], 30, top_k=1),
     )
-    run(Decoder(qwen, max_rows=8, seed=0), [greedy, hot, cut])
+    Decoder(qwen, max_rows=8, seed=0).run([greedy, hot, cut])
     assert greedy.output == cut.output != hot.output
     check_logprobs(qwen, greedy)
     check_logprobs(qwen, hot, 1.5)
@@ -221,7 +207,7 @@ def test_equal_prompts_share_one_prefill_and_are_sampled_separately(
 
     monkeypatch.setattr(Decoder, "_forward_prompts", counted)
     generations = [make_generation(p, 12) for p in ([7, 8, 9], [7, 8, 9], [4], [7, 8, 9], [4])]
-    run(Decoder(qwen, max_rows=8, seed=0), generations)
+    Decoder(qwen, max_rows=8, seed=0).run(generations)
     assert sizes == [2]
     assert [g.cached_tokens for g in generations] == [0, 2, 0, 2, 0]
     assert len({tuple(g.output) for g in generations}) == 5
@@ -266,7 +252,7 @@ def test_beginning_that_all_prompts_of_a_pass_share_is_computed_once(
         decoder.prefill(deque([running]))
     passes.clear()
     generations = [make_generation(BEGINNING + tail, 12) for tail in tails]
-    run(decoder, generations)
+    decoder.run(generations)
     assert passes == expected
     for generation in (running, *generations):
         check_logprobs(qwen, generation)
@@ -298,7 +284,7 @@ def test_beginning_of_the_prompt_before_is_computed_once_for_later_prompts(
         (2, 0, 3),
     ]
     assert [each.cached_tokens for each in generations] == [0, 0, *[SYSTEM] * 3, 0, 0]
-    run(decoder, [])
+    decoder.run([])
     for generation in generations:
         check_logprobs(qwen, generation)
 
@@ -325,7 +311,7 @@ def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: A
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 200)
     monkeypatch.setattr(decoder_module, "PREFILL_LOGITS", 64 * 6)
     generations = [make_generation(p, 4) for p in prompts(20, longest=60)]
-    run(Decoder(qwen, max_rows=20, seed=0), generations)
+    Decoder(qwen, max_rows=20, seed=0).run(generations)
     for generation in generations:
         check_logprobs(qwen, generation)
 
@@ -366,7 +352,7 @@ def test_prompts_are_scored_together(
 def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
     allowed = make_generation([5], 40, stops=range(32))
     banned = make_generation([5], 40, stops=range(32), min_new_tokens=6)
-    run(Decoder(qwen, max_rows=4, seed=0), [allowed, banned])
+    Decoder(qwen, max_rows=4, seed=0).run([allowed, banned])
     assert all(token >= 32 for token in banned.output[:6])
     assert banned.finish == {"type": "stop", "matched": banned.output[-1]}
     assert len(banned.output) > 6
@@ -375,7 +361,7 @@ def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
 def test_sampled_tokens_follow_the_model_distribution(qwen: Any) -> None:
     """4,000 draws of one token against its probabilities (chi-square, fixed seed)."""
     generations = [make_generation([5, 6, 7], 1) for _ in range(4000)]
-    run(Decoder(qwen, max_rows=4000, seed=3), generations)
+    Decoder(qwen, max_rows=4000, seed=3).run(generations)
     expected = reference_logprobs(qwen, [5, 6, 7, 0])[-1].exp() * 4000
     counts = torch.bincount(torch.tensor([g.output[0] for g in generations]), minlength=64)
     likely = expected > 5
@@ -398,7 +384,7 @@ def test_continuous_batching_keeps_requests_independent(
     wanted = [
         make_generation(p, n) for p, n in zip(prompts(len(limits), 9, seed), limits, strict=True)
     ]
-    run(Decoder(model, max_rows=rows, seed=seed), wanted)
+    Decoder(model, max_rows=rows, seed=seed).run(wanted)
     for generation in wanted:
         assert len(generation.output) == generation.limit
         check_logprobs(model, generation)

@@ -74,18 +74,6 @@ class OperationCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(decoder: BaseDecoder, requests: list[Generation]) -> None:
-    waiting = deque(requests)
-    with torch.inference_mode():
-        while waiting or decoder.running:
-            if waiting:
-                decoder.prefill(waiting)
-                decoder.remove_ended()
-            if decoder.running:
-                decoder.decode()
-                decoder.remove_ended()
-
-
 def of_peft(model: Path, adapter: Path | None, tokens: list[int]) -> np.ndarray:
     """Return the log-probabilities of the tokens after the first, by transformers and peft."""
     import peft
@@ -112,7 +100,7 @@ def test_each_row_of_a_mixed_batch_has_the_policy_of_its_adapter(
     prompt = [*range(1, 25)]  # long enough to be a shared prefix
     requests = [request(prompt, name) for name in folders for _ in range(2)]
     requests += [request(prompt[:9], name) for name in reversed(folders)]
-    run(decoder, requests)
+    decoder.run(requests)
     for done in requests:
         expected = of_peft(model, folders[done.adapter], done.prompt + done.output)
         ours = np.array(done.prompt_logprobs + done.logprobs)
@@ -137,7 +125,7 @@ def test_uneven_batches_of_unlike_adapters_have_their_policies(
     def check(counts: dict[str, int]) -> None:
         names = [name for name, count in counts.items() for _ in range(count)]
         requests = [request([*range(1, 4 + row % 5)], name, 5) for row, name in enumerate(names)]
-        run(decoder, requests[::2] + requests[1::2])
+        decoder.run(requests[::2] + requests[1::2])
         for done in requests:
             expected = of_peft(model, folders[done.adapter], done.prompt + done.output)
             ours = np.array(done.prompt_logprobs + done.logprobs)
@@ -163,7 +151,7 @@ def test_products_of_a_step_do_not_grow_with_the_adapters(
     model: Path, adapters: list[Path]
 ) -> None:
     served, _ = load_model(str(model), dtype="float32", device="cpu")
-    decoder = Decoder(served, max_rows=17, seed=0)
+    decoder = Decoder(served, max_rows=33, seed=0)
     names = [str(number) for number in range(8)]
     for number, name in enumerate(names):
         decoder.adapters.load(name, read_low_rank(served, adapters[number % 3]))
@@ -178,10 +166,10 @@ def test_products_of_a_step_do_not_grow_with_the_adapters(
             decoder.clear()
         return count.total
 
-    small = operations(names[:2] * 8)
-    assert small == operations(names * 2)
-    padded = operations(names * 2 + ["0"])
-    assert small < padded < operations(["0"] * 9 + ["5"] + ["2", "7"] * 3), "uneven: more products"
+    small = operations(names[:2] * 16)
+    assert small == operations(names * 4)
+    padded = operations(names * 4 + ["0"])
+    assert small < padded < operations(["0"] * 17 + ["5"] + ["2", "7"] * 7), "uneven: more products"
 
 
 def test_padded_rows_touch_no_row_of_the_batch(model: Path, adapters: list[Path]) -> None:
@@ -195,7 +183,7 @@ def test_padded_rows_touch_no_row_of_the_batch(model: Path, adapters: list[Path]
     decoder.adapters.load("huge", huge)
     prompts_and_names = [([1, 2, 3], "a"), ([4, 5, 6], "a"), ([1, 2, 3], "huge")]
     requests = [request(prompt, name, 4) for prompt, name in prompts_and_names]
-    run(decoder, requests)
+    decoder.run(requests)
     for done in requests[:2]:
         expected = of_peft(model, adapters[1], done.prompt + done.output)
         assert np.abs(np.array(done.logprobs) - expected[-4:]).max() < 2e-5
@@ -218,16 +206,16 @@ def test_seeded_request_gets_the_same_tokens_beside_others_and_alone(
         ]
 
     together = seeded()
-    run(decoder, together)
+    decoder.run(together)
     for beside, alone in zip(together, seeded(), strict=True):
-        run(decoder, [request([5, 6], "1"), alone])  # the first has no seed
+        decoder.run([request([5, 6], "1"), alone])  # the first has no seed
         assert alone.output == beside.output
         assert np.abs(np.array(alone.logprobs) - beside.logprobs).max() < 2e-5
     assert len({tuple(each.output) for each in together}) == 12, "each seed has its own tokens"
     continued = replace(together[5], prompt=together[5].prompt + together[5].output[:4])
     continued.output, continued.logprobs, continued.finish = [], [], None
     continued.limit -= 4
-    run(decoder, [continued])
+    decoder.run([continued])
     assert continued.output == together[5].output[4:], "the position counts, not the request"
 
 
@@ -238,7 +226,7 @@ def test_prefix_of_another_adapter_is_not_reused(model: Path, adapters: list[Pat
     prompt = [*range(1, 40)]
     for adapter, folder in (("", None), ("a", adapters[0]), ("", None)):
         pair = [request(prompt, adapter), request([*prompt, 5], adapter)]
-        run(decoder, pair)
+        decoder.run(pair)
         for done in pair:
             expected = of_peft(model, folder, done.prompt + done.output)
             sampled = expected[-len(done.output) :]
@@ -258,7 +246,7 @@ def test_adapter_that_is_staged_in_memory_is_not_copied_and_survives_its_files(
         assert (str(staged) in maps) == (folder == adapters[0])
         shutil.rmtree(staged)
         done = request([*range(1, 20)], name)
-        run(decoder, [done])
+        decoder.run([done])
         expected = of_peft(model, folder, done.prompt + done.output)
         assert np.abs(np.array(done.logprobs) - expected[-len(done.output) :]).max() < 2e-5
 

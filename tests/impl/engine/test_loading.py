@@ -19,7 +19,7 @@ from arealite.base.model_folder import ModelTensors, read_shapes
 from arealite.ext.embedded.decoder import Decoder
 from arealite.ext.embedded.weight_loading import ServedWeights, load_model, stage_weights
 from tests.ext.embedded.test_decoder import check_logprobs as check_generated
-from tests.ext.embedded.test_decoder import make_generation, prompts, run
+from tests.ext.embedded.test_decoder import make_generation, prompts
 from tests.impl.engine.helpers import LOSS, make_engine, make_rows, weights
 from tests.impl.engine.test_fsdp_one_rank import plain
 from tests.impl.engine.test_fsdp_ranks import launch, results
@@ -205,7 +205,7 @@ def test_decoder_generates_from_an_engine_with_experts(tmp_path: Path) -> None:
     path = tiny_mixture(tmp_path, "deepseek_v3")
     decoder = Decoder(make_engine(path).module, max_rows=4, seed=0)
     generations = [make_generation(prompt, 8) for prompt in prompts(4)]
-    run(decoder, generations)
+    decoder.run(generations)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for generation in generations:
         check_generated(reference, generation)
