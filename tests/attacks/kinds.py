@@ -178,7 +178,7 @@ VLLM = ServerKind(
     ],
     join="/init_weight_transfer_engine",
     # vLLM generates nothing while it waits for a group; with its 60 s the trainer would give up.
-    join_body=lambda group: {"init_info": {"timeout_s": 20.0, **group}},
+    join_body=lambda group: {"init_info": {"timeout_s": 10.0, **group}},
     takes_any_body=frozenset(
         ("/pause", "/resume", "/reset_prefix_cache", "/shutdown_weight_transfer_engine")
     ),
