@@ -4,7 +4,8 @@ A batch may mix rows of several adapters: the layers compute the base for all ro
 batched product the adapters, each for its own rows. As in peft, the products are in float32.
 
 Shape letters: B = rows of a batch, I = inputs and O = outputs of a layer, R = rank of an adapter,
-G = slots of a layer's adapters, M = the most rows of a slot, P = G · M: all have as many, padded.
+G = slots of a layer's adapters, M = the most rows of a slot, to which the others are padded, and
+P = G · M.
 """
 
 import math

@@ -62,8 +62,6 @@ class NamedAdapter(OptimizedWeights):
         return {name: param.detach() for name, param in self._optimizer.parameters.items()}
 
     def export(self, path: Path) -> None:
-        if dist.get_rank() != 0:
-            return
         tensors = dict(self.stream_adapter())
         lora.write(tensors, self._config, checkpoint.begin(path), base=self._base)
         checkpoint.commit(path, {**checkpoint.versions()})

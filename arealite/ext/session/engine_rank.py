@@ -159,9 +159,8 @@ class EngineRank:
         if self.trained.pop(name, None) is not None:
             self.engine.remove_adapter(name)
 
-    def stage_adapter(self, name: str, folder: Path, row: list[int]) -> np.ndarray:
-        """Write an adapter for the servers; return the log-probabilities of a row, float32 [T]."""
-        self.trained[name].export(folder)
+    def score(self, name: str, row: list[int]) -> np.ndarray:
+        """Return an adapter's log-probabilities of a row, float32 [T]."""
         (scores_T,) = self.engine.forward([replace(sequence_of(row), adapter=name)])["logprobs"]
         return scores_T
 
@@ -177,10 +176,9 @@ class EngineRank:
         """Read a checkpoint."""
         read_engines(path, {".": self.trained[adapter]})
 
-    def export(self, path: Path, adapter: str) -> None:
-        """Write a Hugging Face folder, or that of an adapter."""
-        weights = self.trained[adapter] if adapter else self.engine
-        weights.export(path)
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder."""
+        self.engine.export(path)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the parameters; see TrainEngine."""

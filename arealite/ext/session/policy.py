@@ -165,8 +165,9 @@ class Policy:
         """Write an adapter for the servers, and score the canary's row with it."""
         assert isinstance(self._publisher, DiskPublisher), "start first"
         folder = self._publisher.folder / "adapters" / name / str(version)
+        self.ranks.local.trained[name].export(folder)  # if it fails, no other rank waits
         row = row_of(Path(self._config.model.path), None)
-        scores_T = self.ranks.call(EngineRank.stage_adapter, name, folder, row)
+        scores_T = self.ranks.call(EngineRank.score, name, row)
         return StagedAdapter(
             name=name,
             version=version,
@@ -205,7 +206,10 @@ class Policy:
     def export(self, path: Path, adapter: str) -> None:
         """Write a Hugging Face folder, or that of an adapter."""
         _check_writable(path.parent)
-        self.ranks.call(EngineRank.export, path, adapter)
+        if adapter:
+            self.ranks.local.trained[adapter].export(path)
+        else:
+            self.ranks.call(EngineRank.export, path)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the parameters; see TrainEngine."""
