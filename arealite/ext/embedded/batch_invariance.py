@@ -38,17 +38,15 @@ def _first_logprobs(decoder: BaseDecoder, count: int) -> list[float]:
     """Return the log-probabilities of the first of several requests, which run together."""
     generator = torch.Generator().manual_seed(0)
     vocab_size: int = decoder.model.config.get_text_config().vocab_size
-    generations = list[Generation]()
-    for number in range(count):
-        length = 5 + number % 40
-        generations.append(
-            Generation(
-                rid="",
-                prompt=torch.randint(vocab_size, (length,), generator=generator).tolist(),
-                sampling=SamplingParams(sampling_seed=number),
-                limit=PROBE_TOKENS,
-                stops=frozenset(),
-            )
+    generations = [
+        Generation(
+            rid="",
+            prompt=torch.randint(vocab_size, (5 + number % 40,), generator=generator).tolist(),
+            sampling=SamplingParams(sampling_seed=number),
+            limit=PROBE_TOKENS,
+            stops=frozenset(),
         )
+        for number in range(count)
+    ]
     decoder.run(generations)
     return generations[0].logprobs

@@ -42,6 +42,8 @@ SIDES = (".lora_A.weight", ".lora_B.weight")
 LEAST_ROWS = 4
 """Rows of a product, at least: MKL adds the terms of a sum in another order for one to three rows,
 so a request would get other numbers alone than beside others."""
+SMALL_PRODUCT = 400
+"""With fewer multiplications, `torch.bmm` does not call MKL, and adds in a third order."""
 MOST_PADDING = 2.0
 """Largest size of a batched product, as a multiple of its rows. A larger one takes longer than two
 smaller ones."""
@@ -119,13 +121,15 @@ class LayerAdapters:
         """Add the products of a span to a layer's output [B, …, O], for its inputs [B, …, I]."""
         down_GRI = self.down_GRI[span.slots]
         up_GOR = self.up_GOR[span.slots]
-        num_slots, _, num_inputs = down_GRI.shape
+        num_slots, rank, num_inputs = down_GRI.shape
         if span.rows_P is not None:
             inputs = inputs.index_select(0, span.rows_P)
         grouped_inputs = inputs.reshape(num_slots, -1, num_inputs)
         num_rows = grouped_inputs.shape[1]
-        if num_rows < LEAST_ROWS:
-            grouped_inputs = pad(grouped_inputs, (0, 0, 0, LEAST_ROWS - num_rows))
+        smallest_side = min(num_inputs, up_GOR.shape[1])
+        least_rows = max(LEAST_ROWS, SMALL_PRODUCT // (rank * smallest_side) + 1)
+        if num_rows < least_rows:
+            grouped_inputs = pad(grouped_inputs, (0, 0, 0, least_rows - num_rows))
         low_rank = torch.bmm(grouped_inputs, down_GRI.transpose(1, 2))
         if span.is_padding_GM11 is not None:
             by_row = low_rank[:, :num_rows].unflatten(1, (span.is_padding_GM11.shape[1], -1))

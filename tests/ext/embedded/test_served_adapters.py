@@ -151,7 +151,7 @@ def test_products_of_a_step_do_not_grow_with_the_adapters(
     model: Path, adapters: list[Path]
 ) -> None:
     served, _ = load_model(str(model), dtype="float32", device="cpu")
-    decoder = Decoder(served, max_rows=33, seed=0)
+    decoder = Decoder(served, max_rows=129, seed=0)
     names = [str(number) for number in range(8)]
     for number, name in enumerate(names):
         decoder.adapters.load(name, read_low_rank(served, adapters[number % 3]))
@@ -166,10 +166,11 @@ def test_products_of_a_step_do_not_grow_with_the_adapters(
             decoder.clear()
         return count.total
 
-    small = operations(names[:2] * 16)
-    assert small == operations(names * 4)
-    padded = operations(names * 4 + ["0"])
-    assert small < padded < operations(["0"] * 17 + ["5"] + ["2", "7"] * 7), "uneven: more products"
+    small = operations(names[:2] * 64)
+    assert small == operations(names * 16)
+    padded = operations(names * 16 + ["0"])
+    uneven = operations(["0"] * 65 + ["5"] + ["2", "7"] * 31)
+    assert small < padded < uneven, "more products"
 
 
 def test_padded_rows_touch_no_row_of_the_batch(model: Path, adapters: list[Path]) -> None:
