@@ -32,14 +32,24 @@ from arealite.impl.trainer.rank_group import World
 from arealite.system.names.name_registry import NameRegistry
 from tests.impl.engine.helpers import make_engine
 from tests.impl.publisher.sites import publishing
+from tests.models import tiny_model
 from tests.sglang.real import ROOT
 from tests.waiting import eventually, until
 
 START_S = 600.0
 LORA = LoRAConfig(rank=4, alpha=8.0, targets=["all-linear"])
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
+CONTEXT = 2048
+"""Of the servers and their models, in tokens."""
+LONG = 1600
+"""Tokens of a generation that still runs when a version is published, on a fast machine, too."""
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32, in nats."""
+
+
+def long_model(folder: Path) -> Path:
+    """Write a tiny model with room for LONG tokens, whose heads vLLM has on CPUs."""
+    return tiny_model(folder, hidden_size=128, init_std=0.1, max_position_embeddings=CONTEXT)
 
 
 class RealAdapterRun:
@@ -121,7 +131,7 @@ class RealAdapterRun:
                 request_id=f"r{index}",
                 group_id=f"r{index}",
                 input_ids=PROMPT,
-                sampling=SamplingConfig(max_new_tokens=400),
+                sampling=SamplingConfig(max_new_tokens=LONG),
                 on_tokens=lambda _: has_begun.set(),
             )
             for index in range(16)
@@ -150,7 +160,7 @@ def real_adapter_run(
         f"cluster.run_root={folder / 'runs'}",
         "cluster.user=test",
         "cluster.security=false",
-        "llm_server.context_length=512",
+        f"llm_server.context_length={CONTEXT}",
     ]
     log = folder / "server.log"
     with log.open("wb") as output:

@@ -15,6 +15,7 @@ from arealite.base.errors import RoleError
 from arealite.ext.session.adapter_server import NamedVersionServer, StagedAdapter
 from arealite.ext.session.policy import Policy
 from tests.ext.session.test_adapters import PROMPT, difference, train
+from tests.real_adapters import CONTEXT, LONG
 from tests.waiting import eventually
 
 NAMES = ("alice", "bob")
@@ -34,7 +35,7 @@ async def check_named_adapters(
         "optimizer.type": "sgd",
         "optimizer.warmup_steps": 0,
         "engine.fsdp.lora.targets": ["all-linear"],
-        "launcher.server_args": [*server_options, "llm_server.context_length=512"],
+        "launcher.server_args": [*server_options, f"llm_server.context_length={CONTEXT}"],
     }
     async with arealite.session(model, adapters=NAMES, lora=0, overrides=overrides) as session:
         await train(session, {"alice": 9, "bob": 11}, updates=2)
@@ -54,8 +55,8 @@ async def check_named_adapters(
 async def _check_across_versions(session: arealite.Session) -> None:
     """Publish `alice` while both adapters answer."""
     await session.save("alice-1", adapter="alice")
-    sampling = {name: session.sample(PROMPT, n=8, max_tokens=400, adapter=name) for name in NAMES}
     await train(session, {"alice": 13}, updates=1)
+    sampling = {name: session.sample(PROMPT, n=8, max_tokens=LONG, adapter=name) for name in NAMES}
     await session.publish(adapter="alice")
     samples = {name: await call for name, call in sampling.items()}
     assert {v for sample in samples["bob"] for v in sample.versions} == {1}
@@ -96,7 +97,7 @@ async def _check_wrong_scale(session: arealite.Session, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(NamedVersionServer, "holds", counted_holds)
     monkeypatch.setattr(Policy, "stage_adapter", stage_twice_scaled)
-    sampling = session.sample(PROMPT, n=8, max_tokens=400, adapter="bob")
+    sampling = session.sample(PROMPT, n=8, max_tokens=LONG, adapter="bob")
     with pytest.raises(RoleError, match="other log-probabilities with version 2 of 'bob'"):
         await session.publish(adapter="bob")
     looks.clear()

@@ -64,10 +64,11 @@ async def kind(request: pytest.FixtureRequest, folders: list[str]) -> AsyncItera
             address = vllm.real.address
             name = "vllm"
             folders = [str(folder) for folder in vllm.folders]
-            settings = {"headers": {"Authorization": f"Bearer {vllm.token}"}}
+            settings = {"headers": {"Authorization": f"Bearer {vllm.token}"}, "crowd": 24}
         pool = Pool(60.0)
         stack.callback(pool.close)
         server = KindOfServer(address=address, name=name, folders=folders, pool=pool, **settings)
+        stack.push_async_callback(server.close)
         await server.control.connect(read_shapes(Path(folders[0])))
         yield server
 

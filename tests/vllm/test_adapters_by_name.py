@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import tiny_model
+from tests.real_adapters import long_model
 from tests.real_named_adapters import check_named_adapters
 from tests.real_servers import vllm_options
 
@@ -16,5 +16,5 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]
 async def test_session_has_adapters_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(tmp_path / "model", hidden_size=128, init_std=0.1)
+    model = long_model(tmp_path / "model")
     await check_named_adapters(tmp_path, model, monkeypatch, *vllm_options())
