@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from tests.impl.engine.helpers import make_engine
 from tests.impl.publisher.sites import publishing
 from tests.models import tiny_model
 from tests.sglang.real import ROOT
+from tests.vllm.real import generations_held, hold_environment
 from tests.waiting import eventually, until
 
 START_S = 600.0
@@ -42,7 +44,7 @@ PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 CONTEXT = 2048
 """Of the servers and their models, in tokens."""
 LONG = 1600
-"""Tokens of a generation that still runs when a version is published, on a fast machine, too."""
+"""Tokens of a generation that still runs when SGLang gets a version; vLLM is held."""
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32, in nats."""
 
@@ -55,8 +57,11 @@ def long_model(folder: Path) -> Path:
 class RealAdapterRun:
     """The trainer's side."""
 
-    def __init__(self, config: ExperimentConfig, lora: LoRAConfig = LORA) -> None:
+    def __init__(
+        self, config: ExperimentConfig, hold_folder: Path, lora: LoRAConfig = LORA
+    ) -> None:
         self.config = config
+        self.hold_folder = hold_folder
         self.engine = make_engine(Path(config.model.path), lora=lora)
         self.publisher = DiskPublisher(config, self.engine)
         self.canary = Canary(config, self.engine, World())
@@ -136,9 +141,10 @@ class RealAdapterRun:
             )
             for index in range(16)
         ]
-        generating = asyncio.gather(*map(client.generate, requests))
-        await has_begun.wait()
-        await asyncio.to_thread(self.publish, version)
+        with generations_held(self.hold_folder):
+            generating = asyncio.gather(*map(client.generate, requests))
+            await has_begun.wait()
+            await asyncio.to_thread(self.publish, version)
         responses = await generating
         await client.close()
         return responses
@@ -162,19 +168,23 @@ def real_adapter_run(
         "cluster.security=false",
         f"llm_server.context_length={CONTEXT}",
     ]
+    hold_folder = folder / "hold"
+    hold_folder.mkdir()
+    environment = os.environ | hold_environment(hold_folder, ROOT)
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "arealite" / "launch_llm_server.py"), *words],
             stdout=output,
             stderr=output,
+            env=environment,
         )
     names = NameRegistry.of(config)
     try:
         is_over = lambda: names.list("llm_server") or process.poll() is not None  # noqa: E731
         until(is_over, what=lambda: f"a server\n{log.read_text()}", seconds=START_S)
         assert process.poll() is None, log.read_text()
-        run = RealAdapterRun(config, lora)
+        run = RealAdapterRun(config, hold_folder, lora)
         try:
             yield run
         finally:

@@ -16,6 +16,7 @@ from arealite.ext.session.adapter_server import NamedVersionServer, StagedAdapte
 from arealite.ext.session.policy import Policy
 from tests.ext.session.test_adapters import PROMPT, difference, train
 from tests.real_adapters import CONTEXT, LONG
+from tests.vllm.real import ROOT, generations_held, hold_environment
 from tests.waiting import eventually
 
 NAMES = ("alice", "bob")
@@ -37,6 +38,10 @@ async def check_named_adapters(
         "engine.fsdp.lora.targets": ["all-linear"],
         "launcher.server_args": [*server_options, f"llm_server.context_length={CONTEXT}"],
     }
+    hold_folder = folder / "hold"
+    hold_folder.mkdir()
+    for name, value in hold_environment(hold_folder, ROOT).items():
+        monkeypatch.setenv(name, value)
     async with arealite.session(model, adapters=NAMES, lora=0, overrides=overrides) as session:
         await train(session, {"alice": 9, "bob": 11}, updates=2)
         for name in NAMES:
@@ -48,16 +53,19 @@ async def check_named_adapters(
             assert await difference(session, adapter_samples) < TOLERANCE
             versions = {v for sample in adapter_samples for v in sample.versions}
             assert versions == {version}
-        await _check_across_versions(session)
+        await _check_across_versions(session, hold_folder)
         await _check_wrong_scale(session, monkeypatch)
 
 
-async def _check_across_versions(session: arealite.Session) -> None:
+async def _check_across_versions(session: arealite.Session, hold_folder: Path) -> None:
     """Publish `alice` while both adapters answer."""
     await session.save("alice-1", adapter="alice")
     await train(session, {"alice": 13}, updates=1)
-    sampling = {name: session.sample(PROMPT, n=8, max_tokens=LONG, adapter=name) for name in NAMES}
-    await session.publish(adapter="alice")
+    with generations_held(hold_folder):
+        sampling = {
+            name: session.sample(PROMPT, n=8, max_tokens=LONG, adapter=name) for name in NAMES
+        }
+        await session.publish(adapter="alice")
     samples = {name: await call for name, call in sampling.items()}
     assert {v for sample in samples["bob"] for v in sample.versions} == {1}
     assert await difference(session, samples["bob"]) < TOLERANCE

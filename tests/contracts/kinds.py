@@ -38,17 +38,14 @@ class KindOfServer:
     """Model folders of one shape; the server starts with the first."""
     pool: Pool
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    hold: Callable[[], None] = lambda: None
-    """Blocks generations after their first tokens; a real server needs none: LONG is long."""
-    release: Callable[[], None] = lambda: None
-    crowd: int = 0
-    """Further generations of a fast real server, beside which one is slower."""
+    hold: Callable[[], object] = lambda: None
+    """Blocks generations after their first tokens; SGLang needs none: LONG is long."""
+    release: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         entry = {"address": self.address, "protocol": self.name}
         self.protocol: ServerProtocol = part_of_entry("server_protocol", entry)()
         control_type: type[ServerControl] = part_of_entry("server_control", entry)
-        self._others = list[asyncio.Task[ServerAnswer]]()
         self.control = control_type(
             id="s",
             address=self.address,
@@ -57,10 +54,6 @@ class KindOfServer:
             folder=self.folders[0],
             headers=self.headers,
         )
-
-    async def close(self) -> None:
-        """Wait for the crowd."""
-        await asyncio.gather(*self._others, return_exceptions=True)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         return await self.pool.request(self.address + path, self.headers)
@@ -96,7 +89,6 @@ class KindOfServer:
         """Begin a long generation; return it once it runs."""
         self.hold()
         task = asyncio.create_task(self.generate(LONG, rid=rid))
-        self._others = [asyncio.create_task(self.generate(LONG)) for _ in range(self.crowd)]
         async with asyncio.timeout(60):
             while await self.num_running() < 1:
                 assert not task.done(), task

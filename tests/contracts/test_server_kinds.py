@@ -64,11 +64,16 @@ async def kind(request: pytest.FixtureRequest, folders: list[str]) -> AsyncItera
             address = vllm.real.address
             name = "vllm"
             folders = [str(folder) for folder in vllm.folders]
-            settings = {"headers": {"Authorization": f"Bearer {vllm.token}"}, "crowd": 24}
+            hold_file = vllm.hold_folder / "generate"
+            settings = {
+                "headers": {"Authorization": f"Bearer {vllm.token}"},
+                "hold": hold_file.touch,
+                "release": lambda: hold_file.unlink(missing_ok=True),
+            }
+            stack.callback(settings["release"])
         pool = Pool(60.0)
         stack.callback(pool.close)
         server = KindOfServer(address=address, name=name, folders=folders, pool=pool, **settings)
-        stack.push_async_callback(server.close)
         await server.control.connect(read_shapes(Path(folders[0])))
         yield server
 

@@ -11,7 +11,7 @@ from typing import Any
 from arealite.system.names.name_registry import create_secret
 from tests.sglang.real import Real
 from tests.sglang.shared import Answer, call
-from tests.vllm.real import real_vllm, vllm_model
+from tests.vllm.real import INSIDE, hold_environment, real_vllm, vllm_model
 
 
 @dataclass(kw_only=True)
@@ -32,6 +32,8 @@ class InsideServer:
     token: str
     folders: list[Path]
     """Two models of one shape. The server starts with the first."""
+    hold_folder: Path
+    """Generations wait while it has a file `generate`."""
     reply_s: float = 120.0
     """Time limit of a request."""
 
@@ -115,6 +117,9 @@ def inside_server(root: Path, **overrides: object) -> Iterator[InsideServer]:
     """Run a server with a trial's secret; `overrides` are fields of the models' config."""
     folders = [vllm_model(root / f"m{seed}", seed=seed, **overrides) for seed in range(2)]
     secret = create_secret(root / "names")
-    environment = {"AREALITE_SECRET_FILE": str(root / "names" / "secret")}
+    hold_folder = root / "hold"
+    hold_folder.mkdir()
+    environment = hold_environment(hold_folder, INSIDE)
+    environment["AREALITE_SECRET_FILE"] = str(root / "names" / "secret")
     with real_vllm(folders[0], root, environment=environment) as real:
-        yield InsideServer(real=real, token=secret.token, folders=folders)
+        yield InsideServer(real=real, token=secret.token, folders=folders, hold_folder=hold_folder)

@@ -49,6 +49,29 @@ ARGUMENTS = [
 ]
 
 
+HELD = Path(__file__).parent / "held"
+"""Folder of the module that stops updates and generations inside vLLM."""
+
+
+def hold_environment(hold_folder: Path, import_folder: Path) -> dict[str, str]:
+    """Return the variables with which vLLM waits while `hold_folder` has a file; see HELD."""
+    return {
+        "AREALITE_TEST_HOLD_FOLDER": str(hold_folder),
+        "PYTHONPATH": f"{HELD}{os.pathsep}{import_folder}",
+    }
+
+
+@contextmanager
+def generations_held(hold_folder: Path) -> Iterator[None]:
+    """Let the generations of a vLLM server wait while the body runs."""
+    hold_file = hold_folder / "generate"
+    hold_file.touch()
+    try:
+        yield
+    finally:
+        hold_file.unlink()
+
+
 def vllm_model(path: Path, *, seed: int = 0, **overrides: object) -> Path:
     """Write a tiny model (see tests.models) with heads of 32 numbers, which vLLM has on CPUs."""
     return tiny_model(path, seed=seed, hidden_size=128, **overrides)

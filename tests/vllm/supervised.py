@@ -23,12 +23,9 @@ from arealite.api.llm import LLMResponse
 from arealite.api.publisher import DiskPublisherConfig
 from arealite.system.names.name_registry import NameRegistry, create_secret
 from tests.impl.publisher.sites import publishing
-from tests.vllm.real import PYTHON, ROOT, START_S, vllm_model
+from tests.vllm.real import PYTHON, ROOT, START_S, hold_environment, vllm_model
 from tests.waiting import until, until_exited
 
-HELD = Path(__file__).parent / "held"
-"""Folder of the module that stops updates inside vLLM."""
-HOLD_FOLDER = "AREALITE_TEST_HOLD_FOLDER"
 SERVE = """
 import sys
 from arealite.cli.main import run
@@ -88,10 +85,7 @@ class SupervisedTrial:
             f"trial_name={config.trial_name}",
             *overrides,
         ]
-        environment = os.environ | {
-            HOLD_FOLDER: str(self.hold_folder),
-            "PYTHONPATH": f"{HELD}{os.pathsep}{ROOT}",
-        }
+        environment = os.environ | hold_environment(self.hold_folder, ROOT)
         log = self.folder / f"{kind}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(

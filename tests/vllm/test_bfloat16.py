@@ -39,7 +39,13 @@ def sampled(folder: Path, log_folder: Path) -> list[tuple[list[int], Generation]
         real_vllm(folder, log_folder, "--dtype=bfloat16") as real,
         ThreadPoolExecutor(PROMPTS) as threads,
     ):
-        server = InsideServer(real=real, token="", folders=[folder], reply_s=REPLY_S)
+        server = InsideServer(
+            real=real,
+            token="",
+            folders=[folder],
+            hold_folder=log_folder,
+            reply_s=REPLY_S,
+        )
         generate: Callable[[list[int]], Generation] = lambda prompt: server.generate(  # noqa: E731
             prompt, max_tokens=TOKENS
         )
