@@ -3,12 +3,13 @@
     tools/bench_adapters.py [--model FOLDER] [--requests 1000] [--requests-135m 200]
 
 Figures go to out/bench/adapters.json. `publish_speedup`: a publish of all weights takes so many
-times as long as one of a rank-32 adapter. `tenants_speedup`: 8 adapters in one batch generate so
-many times as fast as the same requests of one adapter after the other, with 8 requests of each
-(`_1`: with one request). `tenant_diff_max`: the largest difference, in nats, between a
-log-probability in a batch of 8 adapters and alone (float32): of a tiny model, of SmolLM2 (`_135m`),
-and of SmolLM2 with batch invariance (`_invariant`), which makes one request and 64 requests take
-`invariant_time_ratio` times as long.
+times as long as one of a rank-32 adapter of all linear layers (`_qv`: of the query and value
+projections, which PEFT takes for Llama if nothing is said). `tenants_speedup`: 8 adapters in one
+batch generate so many times as fast as the same requests of one adapter after the other, with 8
+requests of each (`_1`: with one request). `tenant_diff_max`: the largest difference, in nats,
+between a log-probability in a batch of 8 adapters and alone (float32): of a tiny model, of SmolLM2
+(`_135m`), and of SmolLM2 with batch invariance (`_invariant`), which makes one request and 64
+requests take `invariant_time_ratio` times as long.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ BLOCKS, PUBLISHES = 3, 4
 server that had whole weights loads its base weights again."""
 
 
-async def publish_seconds(model: Path) -> dict[str, float]:
-    """Return the median time of a publish, by kind."""
+async def publish_seconds(model: Path, targets: list[str]) -> dict[str, float]:
+    """Return the median time of a publish, by kind; `targets` are the layers with adapters."""
     seconds: dict[str, list[float]] = {"whole": [], "adapter": []}
-    run = AdapterRun(model, lora=LoRAConfig(rank=RANK, alpha=32.0, targets=["all-linear"]))
+    run = AdapterRun(model, lora=LoRAConfig(rank=RANK, alpha=32.0, targets=targets))
     async with run.running():
         version = 0
         for _ in range(BLOCKS):
@@ -203,7 +204,8 @@ def main() -> None:
         folder = Path(name)
         model = folder / "model"
         model.symlink_to(options.model.resolve())
-        seconds = asyncio.run(publish_seconds(model))
+        seconds = asyncio.run(publish_seconds(model, ["all-linear"]))
+        seconds_qv = asyncio.run(publish_seconds(model, ["q_proj", "v_proj"]))
         folders = make_folders(model, folder / "adapters")
         decoder = make_decoder(model, folders)
         vocabulary = decoder.model.config.vocab_size
@@ -227,6 +229,8 @@ def main() -> None:
             "publish_whole_s": seconds["whole"],
             "publish_adapter_s": seconds["adapter"],
             "publish_speedup": seconds["whole"] / seconds["adapter"],
+            "publish_adapter_s_qv": seconds_qv["adapter"],
+            "publish_speedup_qv": seconds_qv["whole"] / seconds_qv["adapter"],
             "tenants_speedup": speedup,
             "tenants_speedup_1": speedup_1,
             "tenant_requests": options.requests,
