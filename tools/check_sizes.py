@@ -31,8 +31,8 @@ WEB_LINES = 1250
 """Lines of JavaScript, CSS and HTML that are not blank."""
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
-TOTAL_TOKENS = 450_000
-CORE_TOKENS = 133_400
+TOTAL_TOKENS = 451_600
+CORE_TOKENS = 133_700
 """Tokens outside arealite/ext."""
 TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
@@ -65,7 +65,7 @@ READING_PATH = (
     "impl/publisher/disk.py",
 )
 """All files between a prompt and the updated weights, in the order of docs/architecture.md."""
-PATH_TOKENS = 41_100
+PATH_TOKENS = 41_200
 
 REPEATED_MODULES = ("__init__", "command", "config", "env")
 """Names that each folder may give to one of its modules."""

@@ -111,6 +111,9 @@ class LLMRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`input_ids` in JSON; b"": the client encodes them."""
     scores_prompt: bool = False
     """Whether the response should have the logprobs of the prompt's tokens."""
+    target_ids: list[list[int]] = []
+    """K token ids to score at the place of each token of the prompt but the first one, [T - 1][K];
+    -1: none. Only with `scores_prompt`."""
     adapter: str = ""
     """The adapter that samples, of those that servers list; "": that of the policy. `min_version`
     and the versions of tokens are those of the adapter."""
@@ -150,6 +153,8 @@ class LLMResponse(msgspec.Struct, frozen=True, kw_only=True):
     requested."""
     prompt_top_tokens: list[Any] = []
     """`ServerAnswer.prompt_top_tokens`, if `sampling.top_logprobs` asks for them, too."""
+    target_logprobs: bytes = b""
+    """float32 [T - 1, K]: the logprobs of `LLMRequest.target_ids`; -inf for -1."""
 
 
 class LLMClient(ABC):

@@ -55,6 +55,8 @@ class GenerateRequest:
     scores_prompt: bool = False
     """Whether the answer should have the log-probabilities of the prompt's tokens. They are
     computed anew, without cached prefixes."""
+    target_ids: list[list[int]] = field(default_factory=list[list[int]])
+    """As in LLMRequest."""
     adapter: str = ""
     """The adapter that samples; "": none. A server without it must refuse the request."""
     seed: int | None = None
@@ -112,6 +114,11 @@ class ServerAnswer:
     server returns none."""
     prompt_top_tokens: list[TopRow] = field(default_factory=list[TopRow])
     """The most probable tokens at the place of each token of the prompt but the first one."""
+    target_logprobs: np.ndarray | None = None
+    """The logprobs of `target_ids`, float [T - 1, K]; None if the server returns none."""
+    target_columns: list[int] | None = None
+    """The server scored these ids, in rising order, at each place: `target_logprobs` has a column
+    for each of them."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -234,6 +234,38 @@ async def test_most_probable_tokens_are_those_that_could_be_sampled(
     assert num_known >= 75  # of the 100 with a set of at most 12 tokens in all
 
 
+@pytest.mark.parametrize("kind", WITH_MODEL, indirect=True)
+async def test_named_tokens_are_scored_at_each_place_or_refused(kind: KindOfServer) -> None:
+    prompt = [5, 6, 7, 8, 9]
+    target_ids = [[3, 60, 6], [9, 3, -1], [8, 8, 1], [-1, -1, 9]]
+    sent = request(1, input_ids=prompt, scores_prompt=True, target_ids=target_ids)
+    status, raw = await kind.send(sent)
+    if kind.name == "vllm":  # its runner for CPUs cannot; this message is the request's error
+        assert status == 400 and "V2 model runner" in error_message(status, raw)
+        return
+    assert status == 200, raw
+    llm_request = LLMRequest(
+        request_id="r",
+        group_id="g",
+        input_ids=prompt,
+        sampling=SamplingConfig(max_new_tokens=1),
+        scores_prompt=True,
+        target_ids=target_ids,
+    )
+    answer = kind.protocol.decode_answer(raw)
+    scores_TK = np.frombuffer(answer_checks.target_logprobs(answer, llm_request), "<f4")
+    model = load_model(kind.folders[0], dtype="float32", device="cpu")[0]
+    with torch.inference_mode():
+        logprobs_TV = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1).numpy()
+    for row, (ids, scores) in enumerate(zip(target_ids, scores_TK.reshape(4, 3), strict=True)):
+        for token, logprob in zip(ids, scores, strict=True):
+            expected = logprobs_TV[row, token] if token >= 0 else -np.inf
+            assert logprob == pytest.approx(expected, abs=2e-5)
+    scored_TK = answer_checks.prompt_logprobs(answer, llm_request)
+    own = [logprobs_TV[row, token] for row, token in enumerate(prompt[1:])]
+    assert scored_TK == pytest.approx(own, abs=2e-5)
+
+
 async def test_abort_ends_one_generation_with_its_tokens(kind: KindOfServer) -> None:
     running = await kind.begun("mine~0")
     status, raw = await kind.post(*kind.protocol.abort_request("mine~0"))

@@ -27,6 +27,7 @@ def test_every_call_of_the_sdk(service: RunningService) -> None:
     assert seen["checkpoints"] == ["sampler_weights/weights", "weights/state"]
     assert seen["samples are equal"]
     assert seen["served minus trained"] < 2e-5
+    assert seen["named tokens minus the prompt's"] < 1e-6
     assert seen["first prompt logprob"] is None
     assert seen["top of the prompt"] == [None, 3, 3, 3, 3]
     assert seen["top of a sample"]

@@ -267,6 +267,7 @@ class BaseDecoder(ABC):
             scored_ids_L = ids_BL[row, begin + 1 : length]
             logprobs_L1 = logprobs_LV.gather(1, scored_ids_L[:, None])
             generation.prompt_logprobs = logprobs_L1[:, 0].tolist()
+            generation.target_logprobs = logprobs_LV[:, generation.target_ids].tolist()
             if generation.num_top:
                 top_logprobs_LM, top_ids_LM = logprobs_LV.topk(generation.num_top)
                 rows = _on_cpu(top_ids_LM, top_logprobs_LM)

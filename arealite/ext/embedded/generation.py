@@ -77,6 +77,10 @@ class Generation:
     """The log-probabilities of the tokens after `scored_from`, at temperature 1."""
     prompt_top_tokens: list[TopTokens] = field(default_factory=lambda: list[TopTokens]())
     """At the same positions."""
+    target_ids: list[int] = field(default_factory=list)
+    """Tokens that are scored there, too."""
+    target_logprobs: list[list[float]] = field(default_factory=lambda: list[list[float]]())
+    """[L, C]: the log-probabilities of `target_ids` at each of these positions."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight version, start, end) over `output`; all of it at the end. A stream has the tokens
     that the spans cover."""

@@ -47,6 +47,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool = False
     logprob_start_len: Int32 | None = None
     top_logprobs_num: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    token_ids_logprob: list[Int32] = []
     stream: bool = False
     image_data: Any = None
     video_data: Any = None
@@ -228,6 +229,7 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     stop_ids = sampling.stop_token_ids or []
     _check_vocabulary("input_ids", prompt, model.vocab_size)
     _check_vocabulary("stop_token_ids", stop_ids, model.vocab_size)
+    _check_vocabulary("token_ids_logprob", body.token_ids_logprob, model.vocab_size)
     num_top = 0
     if body.return_logprob:
         num_top = min(body.top_logprobs_num, model.vocab_size)
@@ -246,6 +248,7 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         interval=(sampling.stream_interval or 1) if body.stream else 0,
         num_top=num_top,
         scored_from=_scored_from(body, len(prompt), model.vocab_size),
+        target_ids=body.token_ids_logprob,
         wants_routing=body.return_routed_experts,
         routing_start=body.routed_experts_start_len,
     )
@@ -414,6 +417,12 @@ def _prompt_scores(generation: Generation) -> dict[str, object]:
     if generation.num_top:
         rows = _entries(generation.prompt_top_tokens)
         scores["input_top_logprobs"] = [None, *rows]
+    if generation.target_ids:
+        target_rows: list[object] = [None]
+        for logprobs_C in generation.target_logprobs:
+            pairs = zip(logprobs_C, generation.target_ids, strict=True)
+            target_rows.append([(logprob, token, None) for logprob, token in pairs])
+        scores["input_token_ids_logprobs"] = target_rows
     return scores
 
 

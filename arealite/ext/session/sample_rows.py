@@ -143,6 +143,8 @@ class PromptScores:
     """int32 [T - 1, K]: the most probable tokens, by falling probability; -1: none."""
     top_logprobs: np.ndarray
     """float32 [T - 1, K]; -inf: none."""
+    target_logprobs: np.ndarray
+    """float32 [T - 1, M]: of the tokens that were named; -inf for -1."""
 
     @classmethod
     def of(cls, response: LLMResponse, *, num_top: int) -> "PromptScores":
@@ -155,12 +157,34 @@ class PromptScores:
             for rank, (logprob, token) in enumerate(sorted(pairs, reverse=True)[:num_top]):
                 top_ids[place, rank] = token
                 top_logprobs[place, rank] = logprob
-        logprobs = np.array(response.prompt_logprobs, np.float32)
-        return cls(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+        return cls(
+            logprobs=np.array(response.prompt_logprobs, np.float32),
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            target_logprobs=top_tokens(response.target_logprobs, np.float32, num_scored),
+        )
+
+
+def check_targets(targets: Seq[Seq[int]], num_tokens: int, vocabulary: int) -> None:
+    """Check the tokens to score at each place of a prompt.
+
+    Raises:
+        UserError: They are not M tokens for each place, or a token does not exist.
+    """
+    if not targets:
+        return
+    if len(targets) != num_tokens - 1 or {*map(len, targets)} != {max(1, len(targets[0]))}:
+        raise UserError(
+            f"targets: {len(targets)} rows for a prompt of {num_tokens} tokens. Pass as many ids "
+            f"for each of its {num_tokens - 1} places after the first token; -1: none."
+        )
+    ids = [token for row in targets for token in row]
+    if min(ids) < -1 or max(ids) >= vocabulary:
+        raise UserError(f"targets: token ids must be -1 or in [0, {vocabulary}).")
 
 
 def top_tokens(raw: bytes, dtype: type[np.int32 | np.float32], num_tokens: int) -> np.ndarray:
-    """Return values of a response's most probable tokens, [N, K]."""
+    """Return values of K tokens at each of a response's places, [N, K]."""
     values = np.frombuffer(raw, dtype)
     return values.reshape(num_tokens, len(values) // max(1, num_tokens))
 

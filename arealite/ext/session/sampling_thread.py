@@ -144,6 +144,7 @@ class SamplingThread:
         tokens: list[int],
         sampling: SamplingConfig,
         *,
+        targets: list[list[int]],
         min_version: int,
         adapter: str,
     ) -> Future[PromptScores]:
@@ -157,6 +158,7 @@ class SamplingThread:
             min_version=min_version,
             adapter=adapter,
             scores_prompt=True,
+            target_ids=targets,
         )
         return asyncio.run_coroutine_threadsafe(self._score(request), self._thread.loop)
 

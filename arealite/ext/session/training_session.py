@@ -40,6 +40,7 @@ from arealite.ext.session.sample_rows import (
     PromptInput,
     PromptScores,
     Sample,
+    check_targets,
     make_rows,
     tokenized,
 )
@@ -383,6 +384,7 @@ class Session:
         *,
         adapter: str = "",
         top: int = 0,
+        targets: Seq[Seq[int]] = (),
     ) -> Call[PromptScores]:
         """Return the log-probabilities of a prompt's tokens, as the servers compute them.
 
@@ -390,6 +392,7 @@ class Session:
             prompt: A text, token ids, or chat messages.
             adapter: Name of the adapter that scores.
             top: K, the number of most probable tokens to return at each place.
+            targets: Tokens to score at each place, [T - 1][M]; -1: none.
 
         Raises:
             UserError: The prompt or an option is wrong.
@@ -398,9 +401,11 @@ class Session:
         sampler = self._check([adapter])
         sampling = changed(SamplingConfig(max_new_tokens=1), "score", {"top_logprobs": top})
         (tokens,) = tokenized([prompt], self._tokenizer)
+        check_targets(targets, len(tokens.ids), self.vocabulary_size)
         future = sampler.score(
             tokens.ids,
             sampling,
+            targets=[[*row] for row in targets],
             min_version=self._records[adapter].confirmed,
             adapter=adapter,
         )

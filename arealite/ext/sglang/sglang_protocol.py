@@ -6,6 +6,7 @@ Checked against SGLang 0.5.9 to 0.5.23.
 import math
 from base64 import b64decode
 from collections.abc import Mapping
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -40,6 +41,8 @@ class SGLangRequestBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_logprobs_num: int = 0
     stream: bool = False
     logprob_start_len: int = -1
+    token_ids_logprob: list[int] = []
+    """Further tokens whose scores are returned at each place."""
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     lora_path: str = ""
@@ -70,6 +73,8 @@ class Meta(msgspec.Struct, kw_only=True):
     """The score of each token of the prompt, with logprob_start_len=0."""
     input_top_logprobs: list[TopRow | None] = []
     """The scores of the most probable tokens at each place of the prompt."""
+    input_token_ids_logprobs: list[TopRow | None] = []
+    """The scores of the tokens of token_ids_logprob."""
     weight_versions: list[VersionSpan] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
@@ -124,6 +129,7 @@ class SGLangProtocol(ServerProtocol):
             top_logprobs_num=request.num_top,
             stream=request.is_stream,
             logprob_start_len=0 if request.scores_prompt else -1,
+            token_ids_logprob=sorted({*chain.from_iterable(request.target_ids)} - {-1}),
             return_routed_experts=request.with_routing,
             routed_experts_start_len=request.routing_start if request.with_routing else 0,
             lora_path=request.adapter,
@@ -143,6 +149,7 @@ class SGLangProtocol(ServerProtocol):
             is_whole_text = num_event_tokens == num_tokens
             _cut_earlier(body, num_before, num_tokens)
         finish = meta.finish_reason
+        target_rows = [row or [] for row in meta.input_token_ids_logprobs[1:]]
         status = (finish and finish.status_code) or 0
         return ServerAnswer(
             output_ids=body.output_ids,
@@ -161,6 +168,8 @@ class SGLangProtocol(ServerProtocol):
             expert_ids=_expert_ids(meta.routed_experts),
             prompt_logprobs=_scores(meta.input_token_logprobs[1:]),
             prompt_top_tokens=[row or [] for row in meta.input_top_logprobs[1:]],
+            target_logprobs=np.array(list(map(_scores, target_rows))),
+            target_columns=[token_id for _, token_id, _ in target_rows[0]] if target_rows else None,
         )
 
     def lacks_adapter(self, status: int, raw: bytes) -> bool:

@@ -1,6 +1,6 @@
 """JSON bodies of requests, as the `tinker` SDK 0.38 sends them. Unknown fields are ignored."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -132,6 +132,15 @@ class SampleOptions(Body, frozen=True, kw_only=True):
     top_p: float = 1.0
 
 
+class TensorBody(Body, frozen=True, kw_only=True):
+    """A tensor of token ids; a sparse one has the values and places of some cells."""
+
+    data: list[int]
+    shape: list[int]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] = []
+
+
 class SampleBody(SamplingSessionOnly, frozen=True, kw_only=True):
     """POST /asample."""
 
@@ -143,7 +152,7 @@ class SampleBody(SamplingSessionOnly, frozen=True, kw_only=True):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TensorBody | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
+from arealite.ext.tinker.bodies import TensorBody
 
 PACKAGE = "tinker"
 FIELDS: Mapping[str, str] = {
@@ -36,13 +37,14 @@ FIELDS: Mapping[str, str] = {
     ),
     "SampleResponse": (
         "sequences:SampledSequence*=1 prompt_logprobs:bytes=2 topk_prompt_logprobs:TopkLogprobs=3 "
-        "prompt_cache_hit_tokens:int32=4"
+        "prompt_cache_hit_tokens:int32=4 target_prompt_logprobs:Tensor=5"
     ),
 }
 """The fields of each message, as NAME:TYPE=NUMBER. `*` is a list, `%` a map with string keys."""
 STOP_REASONS = {"stop": 0, "length": 1}
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
+INT64 = 2
 EMPTY_LOGPROB = -99999.0
 """Log-probability of a place without a token, in `TopkLogprobs`; its id is 0."""
 
@@ -136,6 +138,34 @@ def array_of(tensor: Any) -> np.ndarray:
         return np.frombuffer(tensor.dense, dtype).reshape(shape or (-1,))
     except ValueError as error:
         raise UserError(f"a tensor of shape {list(shape)}: {error}") from error
+
+
+def tensor_of(body: TensorBody) -> Any:
+    """Return a tensor of token ids as a message."""
+    tensor = make("Tensor", dtype=INT64, shape=body.shape)
+    values = np.array(body.data, "<i8").tobytes()
+    if body.sparse_crow_indices is None:
+        tensor.dense = values
+        return tensor
+    tensor.sparse_csr.values = values
+    tensor.sparse_csr.crow_indices = np.array(body.sparse_crow_indices, "<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.array(body.sparse_col_indices, "<i8").tobytes()
+    return tensor
+
+
+def with_values(tensor: Any, values: np.ndarray) -> Any:
+    """Return a float32 tensor with the shape and the cells of another one."""
+    changed = make("Tensor")
+    changed.CopyFrom(tensor)
+    changed.dtype = FLOAT32
+    if tensor.HasField("sparse_csr"):
+        row_ends = np.frombuffer(tensor.sparse_csr.crow_indices, "<i8")
+        columns = np.frombuffer(tensor.sparse_csr.col_indices, "<i8")
+        rows = np.repeat(np.arange(len(values)), np.diff(row_ends))
+        changed.sparse_csr.values = values[rows, columns].astype("<f4").tobytes()
+    else:
+        changed.dense = values.astype("<f4").tobytes()
+    return changed
 
 
 def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:

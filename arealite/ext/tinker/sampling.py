@@ -11,7 +11,7 @@ import numpy as np
 
 from arealite.base.errors import UserError
 from arealite.ext.session.calls import Call
-from arealite.ext.session.sample_rows import Sample
+from arealite.ext.session.sample_rows import Sample, check_targets
 from arealite.ext.session.training_session import Session
 from arealite.ext.tinker import bodies, messages
 from arealite.ext.tinker.results import PROTOBUF, FutureResult
@@ -88,23 +88,27 @@ class SamplingClient:
     async def sample(self, body: bodies.SampleBody) -> FutureResult:
         """Return samples, and the log-probabilities of the prompt if asked for."""
         prompt = checked_prompt(body, self._session.vocabulary_size)
+        targets = target_ids(body)
+        check_targets(targets, len(prompt), self._session.vocabulary_size)
         if self._folder is None:
-            return await self._sample(body, prompt)
+            return await self._sample(body, prompt, targets)
         if not self._folder.is_dir():
             raise UserError(
                 "the weights of this sampling client were removed: of each model the last "
                 "tinker.max_samplers snapshots are kept. Use save_weights_for_sampler(name)."
             )
         async with self._loaded.in_use(self._adapter, self._folder):
-            return await self._sample(body, prompt)
+            return await self._sample(body, prompt, targets)
 
-    async def _sample(self, body: bodies.SampleBody, prompt: list[int]) -> FutureResult:
+    async def _sample(
+        self, body: bodies.SampleBody, prompt: list[int], targets: list[list[int]]
+    ) -> FutureResult:
         """Sample, and score the prompt meanwhile."""
         response = messages.make("SampleResponse")
         try:
             async with asyncio.TaskGroup() as tasks:
-                if body.prompt_logprobs or body.topk_prompt_logprobs:
-                    tasks.create_task(self._add_scores(response, body, prompt))
+                if body.prompt_logprobs or body.topk_prompt_logprobs or targets:
+                    tasks.create_task(self._add_scores(response, body, prompt, targets))
                 samples = await self._session.sample(
                     prompt,
                     n=body.num_samples,
@@ -125,10 +129,16 @@ class SamplingClient:
         response: Any,
         body: bodies.SampleBody,
         prompt: list[int],
+        targets: list[list[int]],
     ) -> None:
         """Add the log-probabilities of the prompt's tokens; those of the first one are unknown."""
         num_top = body.topk_prompt_logprobs
-        scores = await self._session.score(prompt, adapter=self._adapter, top=num_top)
+        scores = await self._session.score(
+            prompt,
+            adapter=self._adapter,
+            top=num_top,
+            targets=targets,
+        )
         num_tokens = len(prompt)
         num_scored = min(body.prompt_logprobs_last_n or num_tokens, num_tokens - 1)
         begin = num_tokens - num_scored
@@ -142,6 +152,24 @@ class SamplingClient:
             ids[begin:] = scores.top_ids[begin - 1 :]
             logprobs[begin:] = scores.top_logprobs[begin - 1 :]
             response.topk_prompt_logprobs.CopyFrom(messages.top_logprobs(ids, logprobs))
+        if body.target_prompt_logprobs:
+            logprobs = np.where(np.array(targets) < 0, 0.0, scores.target_logprobs)
+            tensor = messages.tensor_of(body.target_prompt_logprobs)
+            response.target_prompt_logprobs.CopyFrom(messages.with_values(tensor, logprobs))
+
+
+def target_ids(body: bodies.SampleBody) -> list[list[int]]:
+    """Return the tokens that a request wants to score, [T - 1][M]; [] without any.
+
+    Raises:
+        UserError: They are no matrix.
+    """
+    if body.target_prompt_logprobs is None:
+        return []
+    ids = messages.array_of(messages.tensor_of(body.target_prompt_logprobs))
+    if ids.ndim != 2:
+        raise UserError(f"target_prompt_logprobs: shape {[*ids.shape]}; send [tokens - 1, K].")
+    return ids.tolist()
 
 
 def checked_prompt(body: bodies.SampleBody, vocabulary: int) -> list[int]:
@@ -151,7 +179,6 @@ def checked_prompt(body: bodies.SampleBody, vocabulary: int) -> list[int]:
         UserError: The request is wrong, or asks for what this service does not have.
     """
     unsupported = {
-        "target_prompt_logprobs": body.target_prompt_logprobs,
         "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
         "record_stability_info": body.record_stability_info,
     }

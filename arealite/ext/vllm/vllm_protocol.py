@@ -95,6 +95,8 @@ class VLLMAnswerBody(msgspec.Struct, kw_only=True):
     choices: list[OutputChoice]
     prompt_logprobs: list[PromptPlace | None] | None = None
     """For each token of the prompt; null for the first one."""
+    prompt_token_id_logprobs: str | None = None
+    """The scores of prompt_logprob_token_ids: a .npy file in base64."""
 
 
 encode_body = msgspec.json.Encoder().encode
@@ -135,6 +137,8 @@ class VLLMProtocol(ServerProtocol):
             sampling_params["stream_interval"] = STREAM_INTERVAL
         if request.scores_prompt:
             sampling_params["prompt_logprobs"] = request.num_top
+        if request.target_ids:
+            sampling_params["prompt_logprob_token_ids"] = request.target_ids
         if request.with_routing:
             sampling_params["routed_experts_prompt_start"] = request.routing_start
         body = VLLMRequestBody(
@@ -155,6 +159,7 @@ class VLLMProtocol(ServerProtocol):
         output_ids = choice.token_ids or []
         places = [place for place in body.prompt_logprobs or [] if place]
         spans = choice.weight_versions or []
+        expert_ids = _array(choice.routed_experts)
         return ServerAnswer(
             output_ids=output_ids,
             logprobs=_logprobs(choice, output_ids),
@@ -165,12 +170,13 @@ class VLLMProtocol(ServerProtocol):
             finish=choice.finish_reason,
             num_retractions=max(0, len(spans) - 1),  # vLLM does not count them
             num_tokens=(num_before or 0) + len(output_ids),
-            expert_ids=_expert_ids(choice.routed_experts),
+            expert_ids=None if expert_ids is None else expert_ids.astype("<i4").ravel(),
             prompt_logprobs=[next(iter(place.values())).logprob for place in places],
             prompt_top_tokens=[
                 [(token.logprob, token_id, None) for token_id, token in place.items()]
                 for place in places
             ],
+            target_logprobs=_array(body.prompt_token_id_logprobs),
         )
 
     def lacks_adapter(self, status: int, raw: bytes) -> bool:
@@ -269,12 +275,12 @@ def _top_tokens(choice: OutputChoice) -> list[TopRow]:
     ]
 
 
-def _expert_ids(routed_experts: str | None) -> np.ndarray | None:
-    """Return the recorded experts in one dimension; None without a record."""
-    if not routed_experts:
+def _array(encoded: str | None) -> np.ndarray | None:
+    """Return an array that vLLM encoded; None without one."""
+    if not encoded:
         return None
-    file = io.BytesIO(b64decode(routed_experts))
-    return np.load(file, allow_pickle=False).astype("<i4").ravel()
+    file = io.BytesIO(b64decode(encoded))
+    return np.load(file, allow_pickle=False)
 
 
 def version_numbers(program_version: str) -> tuple[int, ...]:

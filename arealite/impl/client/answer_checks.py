@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection
 from functools import lru_cache
 
+import numpy as np
+
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.api.server_protocol import ServerAnswer, adapter_of, version_text
 from arealite.base.errors import (
@@ -151,6 +153,31 @@ def prompt_logprobs(answer: ServerAnswer, request: LLMRequest) -> list[float]:
             f"of a prompt of {num_scored + 1} tokens; use another kind of server to score tokens."
         )
     return logprobs
+
+
+def target_logprobs(answer: ServerAnswer, request: LLMRequest) -> bytes:
+    """Return `LLMResponse.target_logprobs`; b"" if the request names no tokens.
+
+    Raises:
+        GenerationRefused: The server did not score these tokens.
+    """
+    if not request.target_ids:
+        return b""
+    ids_TK = np.array(request.target_ids)
+    is_target_TK = ids_TK >= 0
+    scores = answer.target_logprobs
+    if scores is None or len(scores) < len(ids_TK):
+        scores = np.full(ids_TK.shape, np.nan)
+    elif answer.target_columns:
+        column_ids = np.array(answer.target_columns)
+        columns_TK = np.searchsorted(column_ids, np.where(is_target_TK, ids_TK, column_ids[0]))
+        scores = np.take_along_axis(scores[: len(ids_TK)], columns_TK, axis=1)
+    if scores.shape != ids_TK.shape or np.isnan(scores[is_target_TK]).any():
+        raise GenerationRefused(
+            f"{request.request_id}: the server did not score the {ids_TK.shape[1]} tokens at each "
+            "place that the request names; use another kind of server to score them."
+        )
+    return np.where(is_target_TK, scores, -np.inf).astype("<f4").tobytes()
 
 
 def check_stream(request: LLMRequest, answer: ServerAnswer, *, is_withheld: bool) -> None:

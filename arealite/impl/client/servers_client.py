@@ -60,6 +60,7 @@ class GenerationState:
     top_logprobs: bytes = b""
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_tokens: list[TopRow] = field(default_factory=list)
+    target_logprobs: bytes = b""
     interruptions: int = 0
     sent: int = 0
     failures: int = 0
@@ -93,6 +94,7 @@ class GenerationState:
             top_logprobs=self.top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_tokens=self.prompt_top_tokens,
+            target_logprobs=self.target_logprobs,
         )
 
     def add_top(self, record: top_tokens.TopRecord) -> None:
@@ -311,6 +313,7 @@ class ServersClient(LLMClient):
             with_routing=self._experts is not None,
             routing_start=request.routing_start,
             scores_prompt=request.scores_prompt,
+            target_ids=request.target_ids,
             adapter=generation.version_name or request.adapter,
             seed=request.seed,
         )
@@ -397,6 +400,7 @@ class ServersClient(LLMClient):
         if generation.request.scores_prompt:
             generation.prompt_logprobs = answer_checks.prompt_logprobs(answer, generation.request)
             generation.prompt_top_tokens = answer.prompt_top_tokens
+            generation.target_logprobs = answer_checks.target_logprobs(answer, generation.request)
         if self._experts is not None:
             routing = answer_checks.routing(answer, self._experts, generation.routed_tokens)
             generation.add_routing(routing, self._experts.token_bytes)

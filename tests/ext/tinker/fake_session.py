@@ -115,11 +115,14 @@ class FakeSession:
         )
         return [sample] * n
 
-    async def score(self, prompt: list[int], *, adapter: str, top: int) -> PromptScores:
+    async def score(
+        self, prompt: list[int], *, adapter: str, top: int, targets: list[list[int]]
+    ) -> PromptScores:
         self._note(f"score {adapter}")
         num_scored = len(prompt) - 1
         return PromptScores(
             logprobs=np.full(num_scored, -4, np.float32),
             top_ids=np.full((num_scored, top), 9, np.int32),
             top_logprobs=np.full((num_scored, top), -5, np.float32),
+            target_logprobs=np.array(targets, np.float32) / -10,
         )

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,6 +142,13 @@ async def test_model_is_trained_saved_and_sampled(tmp_path: Path) -> None:
             prompt_logprobs=True,
             topk_prompt_logprobs=2,
             topk_sample_logprobs=1,
+            target_prompt_logprobs={
+                "data": [7, 9],
+                "dtype": "int64",
+                "shape": [2, 3],
+                "sparse_crow_indices": [0, 0, 2],
+                "sparse_col_indices": [0, 2],
+            },
         )
         samples = await ann.message("SampleResponse", {"request_id": asked["request_id"]})
         again = await ann.post(
@@ -155,6 +163,8 @@ async def test_model_is_trained_saved_and_sampled(tmp_path: Path) -> None:
     assert samples.sequences[0].topk_sampled_logprobs.k == 1
     assert len(samples.prompt_logprobs) == 12
     assert samples.topk_prompt_logprobs.length == 3
+    targets = samples.target_prompt_logprobs
+    assert messages.array_of(targets) == pytest.approx(np.array([[0, 0, 0], [-0.7, 0, -0.9]]))
     snapshot = f"aaa.{model.replace(':', '-')}.snapshots.000005"
     calls = [re.sub(r"\.\d+\.\d+$", "", call) for call in run.session.calls]  # times
     assert calls == [
@@ -466,7 +476,11 @@ async def test_bodies_are_bounded_and_wrong_ones_get_one_line(tmp_path: Path) ->
     [
         ({"num_samples": 0}, "num_samples=0: use 1 to 1024"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k: this service does not have it"),
-        ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs: this service"),
+        (
+            {"target_prompt_logprobs": {"data": [1], "shape": [1]}},
+            "target_prompt_logprobs: shape [1]; send [tokens - 1, K]",
+        ),
+        ({"target_prompt_logprobs": {"data": [1], "shape": [2, 3]}}, "a tensor of shape [2, 3]"),
         ({"record_stability_info": True}, "record_stability_info: this service"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "text tokens only, no 'image'"),
         ({"prompt": {"chunks": []}}, "use at least one token"),

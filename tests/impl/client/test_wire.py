@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.api.server_protocol import GenerateRequest, ServerAnswer
 from arealite.base.errors import GenerationRefused, InvariantError
 from arealite.ext.sglang.sglang_protocol import SGLangProtocol
+from arealite.ext.vllm.vllm_protocol import VLLMProtocol
 from arealite.impl.client import answer_checks
 from arealite.impl.http_client import error_message
 
@@ -146,6 +152,54 @@ SCORED = LLMRequest(
 
 def test_scores_are_those_of_the_prompt_but_its_first_token() -> None:
     assert answer_checks.prompt_logprobs(scored([None, -1.0, -2.0]), SCORED) == [-1.0, -2.0]
+
+
+TARGETS = msgspec.structs.replace(SCORED, target_ids=[[7, -1], [3, 7]])
+
+
+def test_scores_of_named_tokens_are_found_in_the_rows_of_sglang() -> None:
+    sent = GenerateRequest(
+        rid="a", input_ids=[0, 1, 2], sampling=SamplingConfig(), target_ids=TARGETS.target_ids
+    )
+    assert msgspec.json.decode(SGLangProtocol().encode_request(sent))["token_ids_logprob"] == [3, 7]
+    rows = [None, [[-0.3, 3, None], [-0.7, 7, None]], [[-1.3, 3, None], [-1.7, 7, None]]]
+    raw = answer_checks.target_logprobs(answer([9], input_token_ids_logprobs=rows), TARGETS)
+    expected = [[-0.7, -np.inf], [-1.3, -1.7]]
+    np.testing.assert_allclose(np.frombuffer(raw, "<f4").reshape(2, 2), expected, rtol=1e-6)
+
+
+def test_scores_of_named_tokens_are_an_array_in_vllm() -> None:
+    sent = GenerateRequest(
+        rid="a", input_ids=[0, 1, 2], sampling=SamplingConfig(), target_ids=TARGETS.target_ids
+    )
+    body = msgspec.json.decode(VLLMProtocol().encode_request(sent))
+    assert body["sampling_params"]["prompt_logprob_token_ids"] == TARGETS.target_ids
+    scores = np.array([[-0.7, -np.inf], [-1.3, -1.7]], np.float32)
+    file = io.BytesIO()
+    np.save(file, scores)
+    logprobs = {"content": [{"token_id": 9, "logprob": -0.5}]}
+    reply = {
+        "request_id": "a",
+        "choices": [
+            {"index": 0, "token_ids": [9], "finish_reason": "length", "logprobs": logprobs}
+        ],
+        "prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode(),
+    }
+    decoded = VLLMProtocol().decode_answer(msgspec.json.encode(reply))
+    assert answer_checks.target_logprobs(decoded, TARGETS) == scores.tobytes()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [None, [[-0.3, 3, None], [-0.7, 7, None]]],
+        [None, *[[[-0.3, 3, None], [None, 7, None]]] * 2],
+    ],
+)
+def test_missing_scores_of_named_tokens_are_refused(rows: list[Any]) -> None:
+    with pytest.raises(GenerationRefused, match="use another kind of server"):
+        answer_checks.target_logprobs(answer([9], input_token_ids_logprobs=rows), TARGETS)
 
 
 @pytest.mark.parametrize("scores", [[], [None, -1.0], [None, -1.0, None]])

@@ -97,6 +97,8 @@ def main() -> None:
         for name, client in [("snapshot", snapshot), ("named", named), ("inflight", inflight)]
     }
     seen["samples are equal"] = samples["snapshot"] == samples["named"] == samples["inflight"]
+    targets = torch.full((len(tokens) - 1, 2), -1)
+    targets[:, 1] = torch.tensor(tokens[1:])
     scored = snapshot.sample(
         prompt,
         1,
@@ -104,12 +106,21 @@ def main() -> None:
         include_prompt_logprobs=True,
         topk_prompt_logprobs=3,
         topk_sample_logprobs=2,
+        target_prompt_logprobs=tinker.TensorData.from_torch_sparse(targets, pad_value=-1),
     ).result()
     trained = training.forward([weighted], "cross_entropy").result()
     trained_logprobs = trained.loss_fn_outputs[0]["logprobs"].data
     seen["served minus trained"] = max(
         abs(served - own)
         for served, own in zip(scored.prompt_logprobs[1:], trained_logprobs, strict=True)
+    )
+    seen["named tokens minus the prompt's"] = max(
+        abs(row[1] - own)
+        for row, own in zip(
+            scored.target_prompt_logprobs.to_torch().tolist(),
+            scored.prompt_logprobs[1:],
+            strict=True,
+        )
     )
     seen["first prompt logprob"] = scored.prompt_logprobs[0]
     seen["top of the prompt"] = [len(row) if row else None for row in scored.topk_prompt_logprobs]
