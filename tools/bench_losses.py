@@ -12,11 +12,12 @@ The other experiments train the demo's model, for each seed:
   tests/learning. `centering_gain` is the mean difference of the held-out rewards.
 * `quantised`: runs with a server of weights that are rounded to int8, with and without centering.
 * `distillation`: the demo itself, then its trained model as the only teacher of the first one, once
-  by the log-probability of each sampled token, once by the teacher's 16 most probable tokens there.
-  `distill_sampled_steps_ratio` and `distill_steps_ratio` are the mean ratios of their steps to a
-  reward of 0.7 over those of the demo. `canary_share` is the share of a step in which the trainer
-  scores the canary's row. A run needs two free cores for about two minutes, and a distilled one for
-  longer: the teacher scores each answer.
+  by the log-probability of each sampled token, once by the teacher's 16 most probable tokens there,
+  and once by the policy's. `distill_sampled_steps_ratio`, `distill_steps_ratio` and
+  `distill_policy_steps_ratio` are the mean ratios of their steps to a reward of 0.7 over those of
+  the demo. `canary_share` is the share of a step in which the trainer scores the canary's row. A
+  run needs two free cores for about two minutes, and a distilled one for longer: the teacher scores
+  each answer.
 
     python tools/bench_losses.py [--pairs 7] [--out out/bench/losses.json]
     python tools/bench_losses.py --experiment staleness [--seeds 1 2 3] [--steps 80] [key=value …]
@@ -82,7 +83,15 @@ VARIANTS = {
 ENDS = 10
 """Number of last steps whose mean reward is a figure."""
 DISTILLATION = "trainer.ppo.distillation"
-DISTILLED = {"sampled": [], "top": [f"{DISTILLATION}.top_k=16"]}
+DISTILLED = {
+    "sampled": [],
+    "top": [f"{DISTILLATION}.top_k=16"],
+    "policy": [
+        f"{DISTILLATION}.top_k=16",
+        f"{DISTILLATION}.top_k_of=policy",
+        "trainer.ppo.collector.sampling.top_logprobs=16",
+    ],
+}
 """The options of each kind of distillation."""
 GOAL = 0.7
 """Reward that distillation and GRPO are to reach."""
@@ -313,6 +322,7 @@ def distillation(seeds: Sequence[int], steps: int, options: Sequence[str]) -> di
     measured |= {
         "distill_sampled_steps_ratio": statistics.fmean(ratios["sampled"]),
         "distill_steps_ratio": statistics.fmean(ratios["top"]),
+        "distill_policy_steps_ratio": statistics.fmean(ratios["policy"]),
         "canary_share": statistics.median(shares),
     }
     return {figure: number for figure, number in measured.items() if not math.isnan(number)}

@@ -16,7 +16,10 @@ class DistillationConfig:
     coef: float = opt(1.0, "weight of the teacher's term in the loss", above=0)
     only: bool = opt(False, "true: rewards are recorded, but only the teacher trains the policy")
     top_k: int = opt(
-        0, "teacher's most probable tokens to compare; 0: the sampled one", at_least=0, at_most=256
+        0, "most probable tokens to compare; 0: only the sampled one", at_least=0, at_most=256
+    )
+    top_k_of: Literal["teacher", "policy"] = opt(
+        "teacher", "whose most probable tokens; policy: needs sampling.top_logprobs=top_k"
     )
     kl: Literal["reverse", "forward"] = opt(
         "reverse", "KL(policy ‖ teacher), or KL(teacher ‖ policy), which needs top_k"
@@ -47,6 +50,10 @@ class DistillationConfig:
         yield (
             self.top_k > 0 or self.kl == "reverse",
             "kl=forward compares several tokens. Set trainer.ppo.distillation.top_k=20.",
+        )
+        yield (
+            self.top_k > 0 or self.top_k_of == "teacher",
+            "top_k_of=policy compares several tokens. Set trainer.ppo.distillation.top_k=20.",
         )
         yield (
             not (self.addresses and self.teachers),

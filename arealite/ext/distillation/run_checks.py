@@ -21,16 +21,25 @@ def check_run(config: ExperimentConfig, facts: RunFacts) -> Iterable[tuple[str, 
     options = options_of(config.trainer.ppo)
     if config.trainer.is_offline or not options.is_on:
         return []
-    temperature = config.trainer.ppo.collector.sampling.temperature
+    sampling = config.trainer.ppo.collector.sampling
+    temperature = sampling.temperature
     if temperature != 1:
         raise UserError(
             f"a teacher scores tokens at temperature 1, and they are sampled at {temperature:g}. "
             "Use trainer.ppo.collector.sampling.temperature=1."
         )
-    if options.top_k and config.trainer.ppo.collector.sampling.top_logprobs:
+    if options.top_k_of == "policy":
+        if sampling.top_logprobs != options.top_k or sampling.num_truncated:
+            raise UserError(
+                f"{SECTION}.top_k_of=policy compares the {options.top_k} tokens that the sampler "
+                f"records. Set trainer.ppo.collector.sampling.top_logprobs={options.top_k}, "
+                "and leave out its top_p, top_k, min_p and min_new_tokens."
+            )
+    elif options.top_k and sampling.top_logprobs:
         raise UserError(
             f"{SECTION}.top_k={options.top_k} trains with the teacher's most probable tokens, and "
-            "trainer.ppo.collector.sampling.top_logprobs with the sampler's. Set one of them to 0."
+            "trainer.ppo.collector.sampling.top_logprobs with the sampler's. "
+            f"Set one of them to 0, or {SECTION}.top_k_of=policy."
         )
     for source, trial in teacher_trials(config).items():
         key = f"{SECTION}.teachers.{source}" if source else f"{SECTION}.teacher"

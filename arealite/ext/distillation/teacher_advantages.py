@@ -14,7 +14,7 @@ from arealite.api.trainer import PPOConfig
 from arealite.ext.distillation.config import DistillationConfig
 from arealite.ext.distillation.teacher_scores import FIELD
 from arealite.ext.distillation.teacher_trial import options_of
-from arealite.ext.distillation.token_divergence import add_teacher_tokens
+from arealite.ext.distillation.token_divergence import add_top_tokens
 from arealite.impl.trainer.batch import TrainBatch, Trajectory
 from arealite.impl.trainer.rank_group import World
 
@@ -36,7 +36,7 @@ def with_teacher(
     """
     kl_N = reverse_kl(trajectory)
     if options.top_k:
-        add_teacher_tokens(trajectory, options.top_k)
+        add_top_tokens(trajectory, options.top_k)
     if kl_N is None or not trajectory.is_scored:
         return advantages
     reward_part = 0.0 if options.only else advantages

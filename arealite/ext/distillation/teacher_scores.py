@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from itertools import count
 
 import msgspec
+import numpy as np
 
 from arealite.api.experiment_config import ExperimentConfig
 from arealite.api.hooks import TreeChange
@@ -22,15 +23,17 @@ from arealite.api.task import Task
 from arealite.api.trajectory import TurnNode
 from arealite.api.trajectory_tree import TrajectoryTree
 from arealite.api.turns import digest_of_answer, pack
+from arealite.base.errors import EpisodeError
 from arealite.ext.distillation.config import DistillationConfig
 from arealite.ext.distillation.teacher_trial import options_of, teacher_trials
 
 FIELD = "teacher_logprobs"
 """The name of the scores in `TurnNode.extras`."""
 TOP_IDS = "teacher_top_ids"
-"""The names of the teacher's most probable tokens there, int32 and float32 [N, top_k]; -1 and -inf:
-no further token."""
+"""The name of the teacher's most probable tokens there, int32 [N, top_k]; -1: no further token."""
 TOP_LOGPROBS = "teacher_top_logprobs"
+"""The name of their scores, or with top_k_of=policy of those of the turn's `top_ids`, float32
+[N, top_k]; -inf: no token."""
 LOWEST = -100.0
 """A token that the teacher cannot say gets this score instead of minus infinity."""
 
@@ -75,7 +78,9 @@ class Scorer:
             last = path[-1]
             raw_ids = tree.tokens(last, tree.ends[last])
             ids = array("i", raw_ids).tolist()
-            response = await self._scored(task.source, ids)
+            target_ids = self._target_ids(tree, path)
+            response = await self._scored(task.source, ids, target_ids)
+            target_logprobs = np.frombuffer(response.target_logprobs, "<f4")
             for index in path:
                 # The first token has no score, so scores[i] belongs to ids[i + 1].
                 begin = tree.starts[index] - 1
@@ -83,22 +88,51 @@ class Scorer:
                 scores = response.prompt_logprobs[begin:end]
                 finite_scores = [max(score, LOWEST) for score in scores]
                 values = {FIELD: pack("f", finite_scores)}
-                if self._options.top_k:
+                if target_ids:
+                    span = slice(begin * self._options.top_k, end * self._options.top_k)
+                    values[TOP_LOGPROBS] = target_logprobs[span].tobytes()
+                elif self._options.top_k:
                     rows = response.prompt_top_tokens[begin:end]
                     values |= self._top(rows)
                 turns[index] = with_values(turns[index], values)
         return TrajectoryTree(tree.prompt, turns)
 
-    async def _scored(self, source: str, ids: list[int]) -> LLMResponse:
+    def _target_ids(self, tree: TrajectoryTree, path: Sequence[int]) -> list[list[int]]:
+        """Return the sampler's most probable tokens at each place [T - 1][K]; [] without them.
+
+        Raises:
+            EpisodeError: An agent's own request did not record them.
+        """
+        top_k = self._options.top_k
+        if self._options.top_k_of == "teacher":
+            return []
+        target_ids_TK = np.full((tree.ends[path[-1]] - 1, top_k), -1, np.int32)
+        for index in path:
+            turn = tree.turns[index]
+            top_ids = np.frombuffer(turn.extras.get("top_ids", b""), "<i4")
+            if len(top_ids) * 4 != top_k * len(turn.ids):
+                raise EpisodeError(
+                    "distillation.top_k_of=policy needs the sampler's top_k most probable tokens "
+                    "of each answer. Leave top_logprobs out of the agent's own requests."
+                )
+            span = slice(tree.starts[index] - 1, tree.ends[index] - 1)
+            target_ids_TK[span] = top_ids.reshape(-1, top_k)
+        return target_ids_TK.tolist()
+
+    async def _scored(
+        self, source: str, ids: list[int], target_ids: list[list[int]]
+    ) -> LLMResponse:
         """Return the answer of a source's teacher, with the scores of tokens."""
         number = next(self._numbers)
+        num_top = 0 if target_ids else self._options.top_k
         request = LLMRequest(
             request_id=f"{FIELD}/{number}",
             group_id=f"{FIELD}/{number}",
             input_ids=ids,
-            sampling=SamplingConfig(max_new_tokens=1, top_logprobs=self._options.top_k),
+            sampling=SamplingConfig(max_new_tokens=1, top_logprobs=num_top),
             deadline_s=self._options.timeout_s,
             scores_prompt=True,
+            target_ids=target_ids,
         )
         client = self._clients.get(source) or self._clients[""]
         return await client.generate(request)

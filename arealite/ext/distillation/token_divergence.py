@@ -1,9 +1,9 @@
-"""The divergence of policy and teacher at each sampled token, over the teacher's top k.
+"""The divergence of policy and teacher at each sampled token, over the top k of one of them.
 
 All other tokens count as one more token, the tail. So the divergence is a lower bound of that of
-the whole vocabulary, and equal to it if the teacher's top k are all tokens.
+the whole vocabulary, and equal to it if the top k are all tokens.
 
-Shapes: T = tokens of a row, N = loss tokens, K = teacher's tokens, M = K + 1: with the tail.
+Shapes: T = tokens of a row, N = loss tokens, K = the top k, M = K + 1: with the tail.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LEAST_TAIL = 1e-6
 """Least probability of a tail."""
 
 
-def add_teacher_tokens(trajectory: Trajectory, top_k: int) -> None:
-    """Make the teacher's tokens an output of the engine at each sampled token.
+def add_top_tokens(trajectory: Trajectory, top_k: int) -> None:
+    """Make the top k an output of the engine at each sampled token, and add the teacher's scores.
 
-    A trajectory without them, from before the option was set, gets none.
+    A trajectory without scores, from before the option was set, gets none.
     """
     for row, segment in zip(trajectory.rows, trajectory.segments, strict=True):
         shape = len(row.tokens), top_k
@@ -39,11 +39,11 @@ def add_teacher_tokens(trajectory: Trajectory, top_k: int) -> None:
         logprobs_TK = np.full(shape, -np.inf, np.float32)
         for turn in segment.turns:
             extras = turn.node.extras
-            ids = np.frombuffer(extras.get(TOP_IDS, b""), "<i4")
-            if not turn.length or len(ids) != turn.length * top_k:
+            ids = np.frombuffer(extras.get(TOP_IDS) or extras.get("top_ids", b""), "<i4")
+            logprobs = np.frombuffer(extras.get(TOP_LOGPROBS, b""), "<f4")
+            if not turn.length or not len(ids) == len(logprobs) == turn.length * top_k:
                 continue
             span = slice(turn.start, turn.start + turn.length)
-            logprobs = np.frombuffer(extras[TOP_LOGPROBS], "<f4")
             ids_TK[span] = ids.reshape(-1, top_k)
             logprobs_TK[span] = logprobs.reshape(-1, top_k)
         row.top_ids = ids_TK
@@ -80,8 +80,8 @@ def divergence(policy_NK: Tensor, teacher_NK: Tensor, kind: str) -> Tensor:
     """Return KL(teacher ‖ policy) (`forward`) or KL(policy ‖ teacher) (`reverse`) [N].
 
     Args:
-        policy_NK: Log-probabilities of the teacher's tokens under the policy.
-        teacher_NK: Under the teacher; -inf where it has no further token.
+        policy_NK: Log-probabilities of the top k under the policy.
+        teacher_NK: Under the teacher; -inf where there is no further token.
         kind: Which of both.
     """
     import torch

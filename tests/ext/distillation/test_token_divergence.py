@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from arealite.algo.losses import make_policy_loss
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossInput
-from arealite.api.llm import LLMRequest, LLMResponse
+from arealite.api.experiment_config import ExperimentConfig
+from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
 from arealite.base.errors import UserError
@@ -185,6 +186,59 @@ async def test_teachers_tokens_reach_the_rows_and_all_trajectories_are_trained()
         assert (trajectory.gather("advantages") == 0).all()
 
 
+def teacher_of_targets(request: LLMRequest) -> LLMResponse:
+    """Return scores of the request's own tokens; -1 gets none."""
+    assert request.sampling.top_logprobs == 0
+    ids_TK = np.array(request.target_ids)
+    assert len(ids_TK) == len(request.input_ids) - 1
+    logprobs_TK = np.where(ids_TK < 0, -np.inf, -0.1 * ids_TK)
+    raw_logprobs = logprobs_TK.astype("<f4").tobytes()
+    return msgspec.structs.replace(teacher(request), target_logprobs=raw_logprobs)
+
+
+def recorded(request: LLMRequest, top_ids: list[list[int]]) -> LLMResponse:
+    """Return an answer with the sampler's most probable tokens."""
+    ids_NK = np.array(top_ids, "<i4")
+    logprobs_NK = np.where(ids_NK < 0, -np.inf, -1.5).astype("<f4")
+    return msgspec.structs.replace(
+        response([10, 11, 12]), top_ids=ids_NK.tobytes(), top_logprobs=logprobs_NK.tobytes()
+    )
+
+
+async def test_policys_tokens_are_scored_by_the_teacher_and_reach_the_rows() -> None:
+    config = distilled(only=True, top_k=2, top_k_of="policy")
+    top_ids = [[10, 4], [5, 11], [12, -1]]
+    async with collector(config, lambda request: recorded(request, top_ids)) as made:
+        (change,) = made._tree_changes
+        change.__self__._clients[""].script = teacher_of_targets
+        played = [await made.run(lease(7, members=2), member) for member in range(2)]
+    tree, flaw = decode_checked(played[0][0].headers[0], played[0][1][0])
+    assert flaw == "" and TOP_IDS not in tree.turns[0].extras
+    plan, _ = batch([(episode.headers[0], ()) for episode, _ in played])
+    payloads = [payload for _, (payload,) in played]
+    ppo = replace(config.trainer.ppo, batch_size=2)
+    made_batch = make_train_batch(plan, payloads, ppo, rank=0, world_size=1)
+    compute_advantages(made_batch, ppo, Alone())  # type: ignore[arg-type]
+    for trajectory in made_batch.local:
+        (row,) = trajectory.rows
+        assert row.top_ids is not None
+        assert row.top_ids[row.loss_mask].tolist() == top_ids
+        assert (row.top_ids[~row.loss_mask] == -1).all()
+        teacher_NK = row.fields[TOP_LOGPROBS][row.loss_mask]
+        expected = [[-1.0, -0.4], [-0.5, -1.1], [-1.2, -np.inf]]
+        np.testing.assert_allclose(teacher_NK, expected, rtol=1e-6)
+        sampler_NK = row.fields["behav_top_logprobs"][row.loss_mask]
+        assert (sampler_NK > -np.inf).tolist() == (teacher_NK > -np.inf).tolist()
+
+
+async def test_answer_without_the_policys_tokens_fails_the_episode() -> None:
+    config = distilled(only=True, top_k=2, top_k_of="policy")
+    async with collector(config, lambda request: response([10])) as made:
+        episode, payloads = await made.run(lease(7), 0)
+    assert episode.failure is not None and "top_logprobs" in episode.failure.detail
+    assert not payloads
+
+
 async def test_teacher_of_the_tasks_source_scores_it() -> None:
     async with collector(experiment("world"), lambda request: response([10])) as made:
         episode, payloads = await made.run(lease(7), 0)
@@ -222,10 +276,35 @@ def test_two_kinds_of_most_probable_tokens_are_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "recorded",
+    [
+        {"top_logprobs": 4},
+        {"top_logprobs": 5, "top_p": 0.9},
+        {"top_logprobs": 5, "min_new_tokens": 2},
+    ],
+)
+def test_policys_tokens_need_as_many_records_of_the_sampler(
+    tmp_path: Any, recorded: dict[str, Any]
+) -> None:
+    policy = tiny_model(tmp_path / "policy")
+    config = run_of(policy, policy, top_k=5, top_k_of="policy")
+    ppo = config.trainer.ppo
+
+    def with_sampling(sampling: SamplingConfig) -> ExperimentConfig:
+        changed = replace(ppo, collector=replace(ppo.collector, sampling=sampling))
+        return replace(config, trainer=replace(config.trainer, ppo=changed))
+
+    assert list(check_run(with_sampling(SamplingConfig(top_logprobs=5)), FACTS)) == []
+    with pytest.raises(UserError, match=r"Set trainer\.ppo\.collector\.sampling\.top_logprobs=5"):
+        check_run(with_sampling(SamplingConfig(**recorded)), FACTS)
+
+
+@pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({"teachers": {"code": "/other"}}, "Set trainer.ppo.distillation.teacher"),
         ({"teacher": "/a", "kl": "forward"}, "Set trainer.ppo.distillation.top_k=20"),
+        ({"teacher": "/a", "top_k_of": "policy"}, "Set trainer.ppo.distillation.top_k=20"),
         (
             {"teacher": "/a", "teachers": {"code": "/b"}, "addresses": ["h:1"]},
             "Leave them out, or teachers",
