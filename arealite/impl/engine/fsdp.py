@@ -380,7 +380,8 @@ class FSDPEngine(OptimizedWeights, TrainEngine):
                 plan.append(sorted(indices, key=lambda index: rows[index].adapter))
         local_sizes = [max(1, len(plan)), max(map(_length, rows), default=0)]
         sizes = torch.tensor(local_sizes, device=self.device)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        if dist.get_world_size() > 1:  # with one rank, it would take as long as a small model
+            dist.all_reduce(sizes, dist.ReduceOp.MAX)
         num_microbatches, longest = sizes.tolist()
         config = self.module.config.get_text_config()
         limit = exact_length(config.to_dict())
