@@ -115,10 +115,9 @@ class ServerAnswer:
     prompt_top_tokens: list[TopRow] = field(default_factory=list[TopRow])
     """The most probable tokens at the place of each token of the prompt but the first one."""
     target_logprobs: np.ndarray | None = None
-    """The logprobs of `target_ids`, float [T - 1, K]; None if the server returns none."""
-    target_columns: list[int] | None = None
-    """The server scored these ids, in rising order, at each place: `target_logprobs` has a column
-    for each of them."""
+    """The logprobs of `target_ids`, float [T - 1, K]; None: `target_rows` has them, or nothing."""
+    target_rows: list[TopRow] = field(default_factory=list[TopRow])
+    """At the place of each token of the prompt but the first one, the tokens of all places."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -149,7 +149,6 @@ class SGLangProtocol(ServerProtocol):
             is_whole_text = num_event_tokens == num_tokens
             _cut_earlier(body, num_before, num_tokens)
         finish = meta.finish_reason
-        target_rows = [row or [] for row in meta.input_token_ids_logprobs[1:]]
         status = (finish and finish.status_code) or 0
         return ServerAnswer(
             output_ids=body.output_ids,
@@ -168,8 +167,7 @@ class SGLangProtocol(ServerProtocol):
             expert_ids=_expert_ids(meta.routed_experts),
             prompt_logprobs=_scores(meta.input_token_logprobs[1:]),
             prompt_top_tokens=[row or [] for row in meta.input_top_logprobs[1:]],
-            target_logprobs=np.array(list(map(_scores, target_rows))),
-            target_columns=[token_id for _, token_id, _ in target_rows[0]] if target_rows else None,
+            target_rows=[row or [] for row in meta.input_token_ids_logprobs[1:]],
         )
 
     def lacks_adapter(self, status: int, raw: bytes) -> bool:

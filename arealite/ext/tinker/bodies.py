@@ -1,6 +1,6 @@
 """JSON bodies of requests, as the `tinker` SDK 0.38 sends them. Unknown fields are ignored."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -132,13 +132,16 @@ class SampleOptions(Body, frozen=True, kw_only=True):
     top_p: float = 1.0
 
 
+TensorInt = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+
+
 class TensorBody(Body, frozen=True, kw_only=True):
     """A tensor of token ids; a sparse one has the values and places of some cells."""
 
-    data: list[int]
-    shape: list[int]
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] = []
+    data: list[TensorInt]
+    shape: list[TensorInt]
+    sparse_crow_indices: list[TensorInt] | None = None
+    sparse_col_indices: list[TensorInt] = []
 
 
 class SampleBody(SamplingSessionOnly, frozen=True, kw_only=True):

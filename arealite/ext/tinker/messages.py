@@ -159,10 +159,8 @@ def with_values(tensor: Any, values: np.ndarray) -> Any:
     changed.CopyFrom(tensor)
     changed.dtype = FLOAT32
     if tensor.HasField("sparse_csr"):
-        row_ends = np.frombuffer(tensor.sparse_csr.crow_indices, "<i8")
-        columns = np.frombuffer(tensor.sparse_csr.col_indices, "<i8")
-        rows = np.repeat(np.arange(len(values)), np.diff(row_ends))
-        changed.sparse_csr.values = values[rows, columns].astype("<f4").tobytes()
+        cells = _cells(tensor.sparse_csr, len(values))
+        changed.sparse_csr.values = values[cells].astype("<f4").tobytes()
     else:
         changed.dense = values.astype("<f4").tobytes()
     return changed
@@ -172,18 +170,29 @@ def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndar
     """Return a sparse matrix as a dense one."""
     fill = 0 if dtype.kind == "f" else -1
     try:
-        values = np.frombuffer(sparse.values, dtype)
-        row_ends = np.frombuffer(sparse.crow_indices, "<i8")
-        columns = np.frombuffer(sparse.col_indices, "<i8")
         num_rows, num_columns = shape
-        if num_rows * num_columns > MAX_DENSE or min(columns, default=0) < 0:
-            raise ValueError("it is too large, or has a negative column")
+        if num_rows * num_columns > MAX_DENSE:
+            raise ValueError("it is too large")
         dense = np.full(shape, fill, dtype)
-        rows = np.repeat(np.arange(num_rows), np.diff(row_ends))
-        dense[rows, columns] = values
+        rows, columns = _cells(sparse, num_rows)
+        dense[rows, columns] = np.frombuffer(sparse.values, dtype).reshape(len(columns))
     except (ValueError, IndexError) as error:
         raise UserError(f"a sparse tensor of shape {list(shape)}: {error}") from error
     return dense
+
+
+def _cells(sparse: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and column of each listed cell of a sparse matrix.
+
+    Raises:
+        ValueError: They are no cells of a matrix with so many rows.
+    """
+    row_ends = np.frombuffer(sparse.crow_indices, "<i8")
+    columns = np.frombuffer(sparse.col_indices, "<i8")
+    lowest = min(row_ends.min(initial=0), columns.min(initial=0))
+    if lowest < 0 or row_ends.max(initial=0) > len(columns) or len(row_ends) != num_rows + 1:
+        raise ValueError("a row end or a column is missing or out of range")
+    return np.repeat(np.arange(num_rows), np.diff(row_ends)), columns
 
 
 MAX_DENSE = 2**24

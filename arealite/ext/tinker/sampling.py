@@ -162,12 +162,12 @@ def target_ids(body: bodies.SampleBody) -> list[list[int]]:
     """Return the tokens that a request wants to score, [T - 1][M]; [] without any.
 
     Raises:
-        UserError: They are no matrix.
+        UserError: They are no matrix, or an empty one.
     """
     if body.target_prompt_logprobs is None:
         return []
     ids = messages.array_of(messages.tensor_of(body.target_prompt_logprobs))
-    if ids.ndim != 2:
+    if ids.ndim != 2 or not ids.size:
         raise UserError(f"target_prompt_logprobs: shape {[*ids.shape]}; send [tokens - 1, K].")
     return ids.tolist()
 

@@ -163,21 +163,18 @@ def target_logprobs(answer: ServerAnswer, request: LLMRequest) -> bytes:
     """
     if not request.target_ids:
         return b""
-    ids_TK = np.array(request.target_ids)
-    is_target_TK = ids_TK >= 0
-    scores = answer.target_logprobs
-    if scores is None or len(scores) < len(ids_TK):
-        scores = np.full(ids_TK.shape, np.nan)
-    elif answer.target_columns:
-        column_ids = np.array(answer.target_columns)
-        columns_TK = np.searchsorted(column_ids, np.where(is_target_TK, ids_TK, column_ids[0]))
-        scores = np.take_along_axis(scores[: len(ids_TK)], columns_TK, axis=1)
-    if scores.shape != ids_TK.shape or np.isnan(scores[is_target_TK]).any():
+    scores_TK = answer.target_logprobs
+    if scores_TK is None:
+        rows = [{token: logprob for logprob, token, _ in row} for row in answer.target_rows]
+        pairs = zip(request.target_ids, rows, strict=False)
+        scores_TK = np.array([[row.get(token) for token in ids] for ids, row in pairs], float)
+    is_target_TK = np.array(request.target_ids) >= 0
+    if scores_TK.shape != is_target_TK.shape or np.isnan(scores_TK[is_target_TK]).any():
         raise GenerationRefused(
-            f"{request.request_id}: the server did not score the {ids_TK.shape[1]} tokens at each "
-            "place that the request names; use another kind of server to score them."
+            f"{request.request_id}: the server did not score the tokens that the request names at "
+            "each place of its prompt; use another kind of server to score them."
         )
-    return np.where(is_target_TK, scores, -np.inf).astype("<f4").tobytes()
+    return np.where(is_target_TK, scores_TK, -np.inf).astype("<f4").tobytes()
 
 
 def check_stream(request: LLMRequest, answer: ServerAnswer, *, is_withheld: bool) -> None:

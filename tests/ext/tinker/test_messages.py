@@ -89,6 +89,27 @@ def test_any_tensor_is_read_or_refused(
             messages.array_of(tensor)
 
 
+@pytest.mark.parametrize(
+    ("row_ends", "columns", "num_values"),
+    [
+        ([0, 2**40], [0], 1),
+        ([0, 1], [-1], 1),
+        ([1, 0], [0], 1),
+        ([0, 2], [0, 1], 1),
+        ([0], [], 0),
+    ],
+)
+def test_cells_outside_a_sparse_tensor_are_refused(
+    row_ends: list[int], columns: list[int], num_values: int
+) -> None:
+    tensor = messages.make("Tensor", dtype=2, shape=[1, 2])
+    tensor.sparse_csr.values = np.zeros(num_values, "<i8").tobytes()
+    tensor.sparse_csr.crow_indices = np.array(row_ends, "<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.array(columns, "<i8").tobytes()
+    with pytest.raises(UserError, match=r"a sparse tensor of shape \[1, 2\]"):
+        messages.array_of(tensor)
+
+
 def test_large_sparse_tensor_is_refused_before_it_is_made() -> None:
     tensor = messages.make("Tensor", dtype=messages.FLOAT32, shape=[2**20, 2**20])
     tensor.sparse_csr.values = b""

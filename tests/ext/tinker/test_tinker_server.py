@@ -481,6 +481,10 @@ async def test_bodies_are_bounded_and_wrong_ones_get_one_line(tmp_path: Path) ->
             "target_prompt_logprobs: shape [1]; send [tokens - 1, K]",
         ),
         ({"target_prompt_logprobs": {"data": [1], "shape": [2, 3]}}, "a tensor of shape [2, 3]"),
+        (
+            {"target_prompt_logprobs": {"data": [], "shape": [2**30, 0]}},
+            "target_prompt_logprobs: shape [1073741824, 0]; send [tokens - 1, K]",
+        ),
         ({"record_stability_info": True}, "record_stability_info: this service"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "text tokens only, no 'image'"),
         ({"prompt": {"chunks": []}}, "use at least one token"),

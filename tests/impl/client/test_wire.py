@@ -195,6 +195,7 @@ def test_scores_of_named_tokens_are_an_array_in_vllm() -> None:
         [],
         [None, [[-0.3, 3, None], [-0.7, 7, None]]],
         [None, *[[[-0.3, 3, None], [None, 7, None]]] * 2],
+        [None, [[-0.3, 3, None], [-0.7, 7, None]], [[-0.3, 3, None]]],
     ],
 )
 def test_missing_scores_of_named_tokens_are_refused(rows: list[Any]) -> None:
