@@ -113,7 +113,7 @@ class InsideServer:
 
 
 @contextmanager
-def inside_server(root: Path, **overrides: object) -> Iterator[InsideServer]:
+def inside_server(root: Path, *arguments: str, **overrides: object) -> Iterator[InsideServer]:
     """Run a server with a trial's secret; `overrides` are fields of the models' config."""
     folders = [vllm_model(root / f"m{seed}", seed=seed, **overrides) for seed in range(2)]
     secret = create_secret(root / "names")
@@ -121,5 +121,5 @@ def inside_server(root: Path, **overrides: object) -> Iterator[InsideServer]:
     hold_folder.mkdir()
     environment = hold_environment(hold_folder, INSIDE)
     environment["AREALITE_SECRET_FILE"] = str(root / "names" / "secret")
-    with real_vllm(folders[0], root, environment=environment) as real:
+    with real_vllm(folders[0], root, *arguments, environment=environment) as real:
         yield InsideServer(real=real, token=secret.token, folders=folders, hold_folder=hold_folder)

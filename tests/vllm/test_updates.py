@@ -154,8 +154,18 @@ async def test_every_token_through_ten_updates_has_its_version(
     way: type[ServersPublisher],
     mode: str,
 ) -> None:
+    await check_ten_updates(server, versions, tmp_path, way, mode)
+
+
+async def check_ten_updates(
+    server: InsideServer,
+    versions: Versions,
+    folder: Path,
+    way: type[ServersPublisher],
+    mode: str,
+) -> None:
     """With in_place, old keys and values stay by design, so only the versions are checked."""
-    config = config_of(server, tmp_path, pause_mode=mode)
+    config = config_of(server, folder, pause_mode=mode)
     engine: Any = None
     publisher = await asyncio.to_thread(way, config, engine)
     traffic = Traffic()
